@@ -9,7 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "hymo.config": ("load_config", "HyMoConfig", "ConfigError"),
+    "hymo.config": ("HyMoConfig", "ConfigError"),
+    "hymo.config_io": ("load_config",),
     "hymo.models.model": ("HyMo", "build_hymo"),
     "hymo.models.gdn": ("GatedDeltaNetBlock",),
     "hymo.models.mla": ("MLABlock",),

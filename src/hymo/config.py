@@ -1,0 +1,363 @@
+"""The typed configuration: one frozen pydantic model per section, and the checks across sections.
+
+A key's docstring is its description in ``hymo train --help``, in the documentation and in the shipped YAML files.
+Reading files and flags is in ``config_io.py``. Nothing here imports torch, so that ``hymo --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from hymo.training.scheduler import resolve_phases
+
+AutoBool = Literal["auto", True, False]
+
+
+class ConfigError(ValueError):
+    """All faults of one configuration, one line each, in ``faults``."""
+
+    def __init__(self, faults: Sequence[str]):
+        self.faults = list(faults)
+        super().__init__("\n".join(self.faults))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+Weights = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+
+
+class ModelConfig(Section):
+    """Shape of the model. The defaults are the production shape, 1,133.7 M parameters of which 440.1 M are active."""
+
+    dim: int = Field(896, ge=1)
+    """width of the residual stream"""
+    n_layers: int = Field(32, ge=1)
+    """blocks of the trunk"""
+    vocab_size: int = Field(65536, ge=2)
+    """rows of the embedding and of the head; at least the tokenizer's"""
+    tie_embeddings: bool = False
+    """the head uses the embedding's weight"""
+    norm_eps: float = Field(1e-6, gt=0)
+    """epsilon of every RMSNorm"""
+    mla_every: int = Field(4, ge=1)
+    """every n-th block is an MLA block, the others are GDN blocks (4 = three GDN to one MLA)"""
+
+    gdn_heads: int = Field(40, ge=1)
+    """heads H of a GDN block"""
+    gdn_head_dim: int = Field(32, ge=1, le=128)
+    """value size D of a head"""
+    gdn_state_dim: int = Field(32, ge=1, le=128)
+    """key size S of a head: the state of a head is S x D"""
+    conv_size: int = Field(4, ge=0)
+    """taps of the causal depthwise convolution on v, b and c; 0 = none"""
+    gdn_max_decay: float | None = Field(5.0, gt=0)
+    """largest |A|, so that a step decays by at most exp(-this); null = unbounded"""
+    gdn_init: Literal["default", "log_heads"] = "default"
+    """how A_log and dt_bias start: spread over time scales, or A_log = log(1..H) with dt_bias 0"""
+    gdn_erase: Literal["none", "beta"] = "none"
+    """none: gated linear attention; beta: the gated delta rule"""
+    gdn_decay: Literal["rank1", "scalar", "channel"] = "rank1"
+    """decay of a step: gate(head) x A(channel), one number a head, or one gate a channel"""
+
+    mla_heads: int = Field(14, ge=1)
+    """heads of the latent attention"""
+    q_lora_rank: int = Field(224, ge=1)
+    """size of the query latent"""
+    kv_lora_rank: int = Field(224, ge=1)
+    """size of the key-value latent, which is what generation caches"""
+    qk_nope_dim: int = Field(64, ge=1)
+    """size of a query/key head without position"""
+    qk_rope_dim: int = Field(32, ge=2)
+    """size of the rotary part of a query/key head (even); its key is shared by all heads"""
+    v_head_dim: int = Field(64, ge=1)
+    """size of a value head"""
+    rope_theta: float = Field(10000.0, gt=0)
+    """base of the rotary frequencies"""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head"""
+
+    n_routed: int = Field(16, ge=1)
+    """routed experts of a mixture-of-experts layer"""
+    n_shared: int = Field(1, ge=0)
+    """experts that every token passes"""
+    top_k: int = Field(2, ge=1)
+    """routed experts a token goes to"""
+    d_ff: int = Field(2304, ge=1)
+    """inner size of an expert (SwiGLU) and of the dense layer in an MTP block"""
+    capacity_factor: float | None = Field(None, gt=0)
+    """null = dropless; else an expert takes at most this times the mean load of a micro-batch"""
+    drop: Literal["weight", "first"] = "weight"
+    """what goes when an expert is over capacity: the lowest weights, or by position as the original design notes do"""
+    balance: Literal["ema", "sign"] = "ema"
+    """rule of the gate bias: moving average with a dead band of 5 %, or the plain sign of the load"""
+    moe_ema_alpha: float = Field(0.02, gt=0, le=1)
+    """weight of the newest counts in the moving average"""
+    gate_bias_speed: float = Field(0.001, ge=0)
+    """step of the gate bias an update"""
+
+    mtp_depth: int = Field(2, ge=0)
+    """how many tokens beyond the next one are predicted as well"""
+    mtp_weights: Weights = (0.3, 0.1)
+    """weight of each depth in the loss"""
+    z_loss: float = Field(0.0, ge=0)
+    """weight of mean(logsumexp(logits)^2) in the loss"""
+
+
+class OptimizerConfig(Section):
+    """NorMuon for the matrices, cautious AdamW for the rest."""
+
+    muon_lr: float = Field(0.02, ge=0)
+    """peak rate of NorMuon; 0.02 belongs to scale: original"""
+    adamw_lr: float = Field(3e-4, ge=0)
+    """peak rate of AdamW"""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """momentum of NorMuon; must equal betas[0]"""
+    betas: Betas = (0.95, 0.95)
+    """NorMuon: momentum, and the moving average of the rows' second moment"""
+    adamw_betas: Betas = (0.9, 0.95)
+    """AdamW's moving averages"""
+    eps: float = Field(1e-8, ge=0)
+    """added to the root of the second moment"""
+    weight_decay: float = Field(0.1, ge=0)
+    """decoupled decay, times the rate"""
+    embed_weight_decay: float = Field(0.0, ge=0)
+    """decay of the embedding alone"""
+    cautious_wd: bool = True
+    """decay only where update and weight have the same sign (arXiv 2510.12402)"""
+    mask: Literal["update", "momentum", "grad"] = "update"
+    """what the cautious mask looks at"""
+    ns_iterations: int = Field(5, ge=1, le=100)
+    """steps of the orthogonalizer"""
+    nesterov: bool = True
+    """look one momentum step ahead"""
+    orthogonalize: Literal["polar_express", "quintic", "you", "cubic", "deepseek_v4", "gram", "exact"] = "polar_express"
+    """polynomial family; see docs/optimizers.md for the error of each"""
+    scale: Literal["original", "match_rms_adamw", "spectral", "grad_norm"] = "original"
+    """size of an update by the matrix's shape; match_rms_adamw needs its own muon_lr"""
+    normalize: bool = True
+    """the row-wise second moment of NorMuon; false = plain Muon"""
+    axis: Literal["row", "long"] = "row"
+    """which axis the second moment keeps: rows (the paper), or the longer one"""
+    experts: Literal["adamw", "muon"] = "adamw"
+    """who updates the experts' matrices"""
+    qk_clip: float | None = Field(None, gt=0)
+    """rescale the query and key projections of a head whose largest attention logit exceeds this; null = off"""
+
+
+class SchedulerConfig(Section):
+    """Warm-up, stable, decay. Whole numbers: S = N - W - D."""
+
+    total_steps: int | None = Field(None, ge=1)
+    """updates N of the run (57,220 where neither this nor total_tokens is given)"""
+    total_tokens: int | None = Field(None, ge=1)
+    """instead of total_steps: the tokens of the run"""
+    warmup_frac: float = Field(0.02, ge=0, le=1)
+    """W = floor(N x this)"""
+    stable_frac: float | None = Field(None, ge=0, le=1)
+    """null = what is left; given, the three must sum to 1"""
+    decay_frac: float = Field(0.15, ge=0, le=1)
+    """D = floor(N x this)"""
+    warmup_steps: int | None = Field(None, ge=0)
+    """W itself, instead of warmup_frac"""
+    decay_steps: int | None = Field(None, ge=0)
+    """D itself, instead of decay_frac"""
+    min_lr_ratio: float = Field(0.05, ge=0, le=1)
+    """factor of the last update"""
+    decay: Literal["linear", "cosine", "sqrt", "one_minus_sqrt"] = "linear"
+    """shape of the decay"""
+
+    @model_validator(mode="after")
+    def _resolve(self) -> SchedulerConfig:
+        """Once N is known, the phases read back as whole numbers (frozen only after this)."""
+        if self.total_steps is None:
+            if self.total_tokens is not None:
+                return self  # resolved by HyMoConfig, which knows the tokens of a step
+            object.__setattr__(self, "total_steps", 57220)
+        phases = resolve_phases(
+            self.total_steps or 0,
+            self.warmup_frac,
+            self.stable_frac,
+            self.decay_frac,
+            self.warmup_steps,
+            self.decay_steps,
+        )
+        object.__setattr__(self, "warmup_steps", phases[0])
+        object.__setattr__(self, "decay_steps", phases[2])
+        return self
+
+    @property
+    def stable_steps(self) -> int:
+        """S = N - W - D."""
+        assert self.total_steps is not None and self.warmup_steps is not None and self.decay_steps is not None
+        return self.total_steps - self.warmup_steps - self.decay_steps
+
+
+class TrainingConfig(Section):
+    """One step and where it runs."""
+
+    seq_len: int = Field(4096, ge=2)
+    """tokens of a sequence"""
+    global_batch_size: int = Field(128, ge=1)
+    """sequences of an update, over all ranks and micro-batches"""
+    micro_batch_size: int = Field(4, ge=1)
+    """sequences of one forward and backward on one rank"""
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    """null = ceil(ceil(global_batch_size / ranks) / micro_batch_size); given, it is checked against that"""
+    seed: int = Field(0, ge=0)
+    """of the parameters and of the data order"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = cuda where there is one"""
+    fsdp: AutoBool = "auto"
+    """FSDP2: auto = on under torchrun or on CUDA, off for one CPU process"""
+    fsdp_mixed_precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """dtype of the computation; parameters, gradients and state are float32"""
+    fused_gdn: AutoBool = "auto"
+    """the recurrence as a Triton kernel: auto = on CUDA; true without a GPU is an error"""
+    moe_mixed_precision: bool = True
+    """experts compute in fsdp_mixed_precision; false = in float32"""
+    torch_compile_gdn: AutoBool = "auto"
+    """torch.compile of the blocks: auto = on CUDA"""
+    grad_clip: float = Field(1.0, gt=0)
+    """largest norm of the whole gradient"""
+    loss_nan_skip: bool = True
+    """skip an attempt whose loss or gradient is not finite, on all ranks; false = stop"""
+    consecutive_nan_limit: int = Field(5, ge=1)
+    """stop after this many skips in a row (exit code 3)"""
+    eval_every: int = Field(500, ge=0)
+    """updates between evaluations; 0 = only at the end"""
+    eval_tokens: int | None = Field(None, ge=1)
+    """validation tokens of an evaluation; null = all"""
+    deterministic: bool = False
+    """bitwise repeatable on GPUs, slower"""
+    max_hours: float | None = Field(None, gt=0)
+    """save and stop after this long; null = no limit"""
+
+
+class DataConfig(Section):
+    """Text and tokens."""
+
+    source: Annotated[list[str], BeforeValidator(_as_list)] | None = None
+    """files and folders of text, JSONL or Parquet; null = the standard-library source of the Python that runs"""
+    tokenizer: str = "bytes"
+    """bytes, or a tokenizer file of the `tokenizers` library"""
+    val_fraction: float = Field(0.02, gt=0, lt=1)
+    """share of the documents that is held out"""
+    cache_dir: str | None = None
+    """where token shards are built; null = $HYMO_CACHE or ~/.cache/hymo"""
+
+
+class CheckpointConfig(Section):
+    """What is saved, and how long it stays."""
+
+    every: int = Field(1000, ge=0)
+    """updates between checkpoints; 0 = only where the decay starts and at the end"""
+    keep: int = Field(3, ge=1)
+    """newest checkpoints that stay"""
+    keep_every: int | None = Field(None, ge=1)
+    """checkpoints at multiples of this stay for good"""
+
+
+class LoggingConfig(Section):
+    """What is printed and written."""
+
+    every: int = Field(10, ge=1)
+    """updates between printed lines (metrics.jsonl has every attempt)"""
+    tensorboard: bool = False
+    """write TensorBoard files into the run folder"""
+    sample_tokens: int = Field(200, ge=0)
+    """tokens of the sample printed at the end; 0 = none"""
+    sample_prompt: str = "def "
+    """what the sample starts from"""
+
+
+class HyMoConfig(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _resolve_total_tokens(self) -> HyMoConfig:
+        s = self.scheduler
+        if s.total_tokens is None:
+            return self
+        steps = max(1, s.total_tokens // self.tokens_per_step)
+        if s.total_steps not in (None, steps):
+            raise ValueError(
+                f"scheduler.total_steps: found {s.total_steps} beside scheduler.total_tokens = {s.total_tokens}, which "
+                f"is {steps} steps of {self.tokens_per_step} tokens; accepted: one of the two"
+            )
+        if s.total_steps is None:
+            given = s.model_dump(exclude_none=True, exclude={"total_tokens"})
+            object.__setattr__(self, "scheduler", SchedulerConfig(**given, total_steps=steps))
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one update, over all ranks."""
+        return self.training.global_batch_size * self.training.seq_len
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in HyMoConfig.model_fields.items()
+}
+
+
+def faults_across(config: HyMoConfig) -> list[str]:
+    """Combinations that no single key can be blamed for."""
+    m, o, t = config.model, config.optimizer, config.training
+    faults = []
+
+    def fault(bad: bool, line: str) -> None:
+        if bad:
+            faults.append(line)
+
+    fault(m.top_k > m.n_routed, f"model.top_k: found {m.top_k}; accepted: at most model.n_routed = {m.n_routed}")
+    fault(m.qk_rope_dim % 2 == 1, f"model.qk_rope_dim: found {m.qk_rope_dim}; accepted: an even number")
+    fault(
+        len(m.mtp_weights) != m.mtp_depth,
+        f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: one weight for each of "
+        f"model.mtp_depth = {m.mtp_depth}",
+    )
+    fault(any(w < 0 for w in m.mtp_weights), f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: numbers >= 0")
+    fault(
+        m.gdn_init == "log_heads" and m.gdn_max_decay is not None,
+        f"model.gdn_init: found log_heads with model.gdn_max_decay {m.gdn_max_decay}; accepted: log_heads needs "
+        "gdn_max_decay: null, since it starts heads at decays up to model.gdn_heads",
+    )
+    fault(
+        o.momentum != o.betas[0],
+        f"optimizer.betas: found betas[0] = {o.betas[0]} beside optimizer.momentum = {o.momentum}; accepted: equal "
+        "numbers, both are the momentum",
+    )
+    fault(
+        o.scale == "match_rms_adamw" and o.muon_lr == OptimizerConfig.model_fields["muon_lr"].default,
+        f"optimizer.scale: found match_rms_adamw with optimizer.muon_lr {o.muon_lr}; accepted: this scale needs a rate "
+        "of AdamW's size, set optimizer.muon_lr",
+    )
+    if t.micro_batch_size > t.global_batch_size:
+        faults.append(
+            f"training.micro_batch_size: found {t.micro_batch_size}; accepted: at most training.global_batch_size = "
+            f"{t.global_batch_size}"
+        )
+    return faults
