@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from hymo.errors import HyMoError
 from hymo.training.scheduler import resolve_phases
 
 AutoBool = Literal["auto", True, False]
 
 
-class ConfigError(ValueError):
+class ConfigError(HyMoError):
     """All faults of one configuration, one line each, in ``faults``."""
 
     def __init__(self, faults: Sequence[str]):

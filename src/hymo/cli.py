@@ -1,0 +1,208 @@
+"""The command line: ``hymo VERB ...``. Verbs import what they need, so that ``hymo --help`` answers at once.
+
+Exit codes: 0 done; 2 something that was asked for is wrong (one line says what); 3 a run stopped because its losses
+were not finite; 130 interrupted before there was anything to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from hymo import __version__
+from hymo.errors import HyMoError
+
+OVERRIDE = re.compile(r"^--[A-Za-z_]+\.[^=]+(=|$)")
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``--section.key value`` and ``--section.key=value`` out of the arguments, before argparse would guess."""
+    plain, overrides, rest = [], [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not OVERRIDE.match(word):
+            plain.append(word)
+            continue
+        overrides.append(word)
+        # A value may begin with one dash (a negative number), never with two.
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return plain, overrides
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose faults are one line and exit code 2."""
+
+    def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str):  # type: ignore[no-untyped-def,override]
+        print(f"hymo: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+    def refuse_unknown(self, word: str) -> None:
+        options = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
+        near = difflib.get_close_matches(word, options, 1)
+        self.error(
+            f"{word}: no such argument; " + (f"did you mean {near[0]}?" if near else "accepted: " + ", ".join(options))
+        )
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, its synonym --config, and what all verbs with a configuration say about it."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file or shipped name (default: tiny)")
+    parser.add_argument("--config", dest="config_file", metavar="FILE", help="the same as CONFIG")
+    parser.epilog = "Every key of the configuration is an option as well: --section.key VALUE (hymo keys lists them)."
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="hymo", description="Pretrain hybrid language models with Muon-family optimizers.")
+    parser.add_argument("--version", action="version", version=f"hymo {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
+
+    train = verbs.add_parser("train", help="train a model (no CONFIG: the tiny one, on text already on this machine)")
+    add_config(train)
+    train.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: the next free runs/NAME-N)")
+    train.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, or start")
+    train.add_argument("--init-from", metavar="CKPT", help="start from the weights of a checkpoint or run, at step 0")
+    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument("--profile", metavar="START:STOP", help="write a trace of these steps into the run folder")
+    train.set_defaults(run=run_train, parser=train)
+
+    evaluate = verbs.add_parser("eval", help="loss and bits per byte of a run on its validation text, or on other text")
+    evaluate.add_argument("run_dir", metavar="RUN", help="a run folder or one of its checkpoints")
+    evaluate.add_argument("--data", nargs="+", metavar="PATH", help="files or folders instead of the validation text")
+    evaluate.set_defaults(run=run_eval, parser=evaluate)
+
+    generate = verbs.add_parser("generate", help="continue a text")
+    generate.add_argument("run_dir", metavar="RUN", help="a run folder or one of its checkpoints")
+    generate.add_argument("prompt", help="text to continue")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens to write (default: 256)")
+    generate.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 = greedy (default: 0.8)")
+    generate.add_argument("--top-p", type=float, default=0.95, metavar="X", help="nucleus (default: 0.95)")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    generate.set_defaults(run=run_generate, parser=generate)
+
+    plan = verbs.add_parser("plan", help="before launch: parameters, partition, rates, memory, traffic, time")
+    add_config(plan)
+    plan.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks to plan for (default: 1)")
+    plan.add_argument("--device", default="h200", metavar="NAME", help="device to plan for (default: h200)")
+    plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
+    plan.set_defaults(run=run_plan, parser=plan)
+
+    keys = verbs.add_parser("keys", help="every key of a configuration: type, default, meaning")
+    keys.add_argument("section", nargs="?", help="only this section")
+    keys.set_defaults(run=run_keys, parser=keys)
+    return parser
+
+
+# --------------------------------------------------------------------------------------------------------------- verbs
+def run_train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.config_io import find_config
+
+    path = find_config(args.config or args.config_file)
+    if args.print_config:
+        return print_config(path, overrides)
+    from hymo.training.launch import train
+
+    return train(
+        path,
+        overrides,
+        run_dir=args.run_dir,
+        resume=args.resume,
+        init_from=args.init_from,
+        profile=args.profile,
+    )
+
+
+def print_config(path: object, overrides: list[str]) -> int:
+    from hymo.config_io import derived_values, load_config, to_yaml
+    from hymo.plan import parameter_counts
+
+    config = load_config(path, overrides)  # type: ignore[arg-type]
+    print(to_yaml(config), end="")
+    print("# derived")
+    for name, value in derived_values(config).items():
+        print(f"#   {name}: {value:,}")
+    counts = parameter_counts(config.model)
+    print(f"#   parameters: {counts.total:,}")
+    print(f"#   active_parameters: {counts.active:,}")
+    return 0
+
+
+def run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.evaluate import evaluate_run
+
+    return evaluate_run(args.run_dir, args.data, overrides)
+
+
+def run_generate(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.generate import generate_text
+
+    no_overrides(overrides, "generate")
+    return generate_text(
+        args.run_dir,
+        args.prompt,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+
+
+def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.config_io import find_config, load_config
+    from hymo.plan import print_plan
+
+    config = load_config(find_config(args.config or args.config_file), overrides)
+    return print_plan(config, gpus=args.gpus, device=args.device, rows=args.rows)
+
+
+def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.config import SECTIONS
+    from hymo.config_io import describe_keys
+
+    no_overrides(overrides, "keys")
+    if args.section is not None and args.section not in SECTIONS:
+        raise HyMoError(f"keys: found section {args.section!r}; accepted: {', '.join(SECTIONS)}")
+    for key, accepted, default, meaning in describe_keys([args.section] if args.section else SECTIONS):
+        print(f"--{key:<38} {accepted}  [{default}]\n    {meaning}")
+    return 0
+
+
+def no_overrides(overrides: list[str], verb: str) -> None:
+    if overrides:
+        raise HyMoError(f"{overrides[0]}: hymo {verb} takes no configuration keys")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    plain, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(plain)
+    if args.verb is None:
+        parser.print_help()
+        return 0
+    if unknown:
+        args.parser.refuse_unknown(unknown[0])
+    verb: Callable[[argparse.Namespace, list[str]], int] = args.run
+    try:
+        return verb(args, overrides)
+    except HyMoError as error:
+        for line in str(error).splitlines():
+            print(f"hymo: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("hymo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `hymo ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

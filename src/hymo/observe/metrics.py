@@ -1,0 +1,117 @@
+"""Numbers of a run: metrics.jsonl, throughput, MFU and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bf16 peak in FLOP/s by a part of the device's name. An unknown device has no MFU: never a guess, and never the
+# figure with sparsity (fms-fsdp#89, Megatron-LM#1565).
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a known CUDA device, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def jsonable(value: Any) -> Any:
+    """Non-finite numbers as null, since JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: jsonable(v) for key, v in value.items()}
+    return value
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one row an attempt, on disk when `write` returns to the system. Rank 0 alone writes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._repair()
+        self._file = path.open("a", encoding="utf-8")
+
+    def _repair(self) -> None:
+        """Drop a last line that a killed process left without its end."""
+        if self.path.exists():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                self.path.write_bytes(data[: data.rfind(b"\n") + 1])
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(jsonable(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; of attempts that a resumed run did again, only the last is kept."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[("eval" if "val_loss" in row and "loss" not in row else "step", row.get("attempt", len(rows)))] = row
+    return sorted(rows.values(), key=lambda row: row.get("attempt", 0))
+
+
+class Throughput:
+    """Tokens a second and the share of time spent waiting for data, since the last `read`."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.data_wait = 0.0
+        self._since = time.perf_counter()
+
+    def add(self, tokens: int, data_wait: float) -> None:
+        self.tokens += tokens
+        self.data_wait += data_wait
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time spent evaluating or saving."""
+        self._since += seconds
+
+    def read(self) -> tuple[float, float]:
+        """(tokens a second, share of the time that waited for data); starts anew."""
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        speed, wait = self.tokens / elapsed, self.data_wait / elapsed
+        self.tokens, self.data_wait, self._since = 0, 0.0, time.perf_counter()
+        return speed, wait
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Allocated, reserved and peak bytes of a CUDA device; the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated": torch.cuda.memory_allocated(device),
+            "memory_reserved": torch.cuda.memory_reserved(device),
+            "memory_peak": torch.cuda.max_memory_allocated(device),
+        }
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return {"memory_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -1,0 +1,168 @@
+"""One attempt at an update, without I/O: all micro-batches, one verdict of all ranks, then an update or a skip.
+
+K: 1 + mtp_depth predictions, N: mixture-of-experts layers, E: experts of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hymo.data.batch import Batch
+from hymo.distributed import reduce
+from hymo.models.model import HyMo, ModelOutput
+from hymo.optim.build import Optimizers
+from hymo.training.loss import Loss
+
+
+@dataclass(frozen=True)
+class TrainStepResult:
+    """What one attempt did.
+
+    ``loss`` is the main cross entropy in nats a token, without MTP. ``grad_norm`` is the norm of the whole gradient
+    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ...
+    """
+
+    loss: float
+    grad_norm: float
+    lr_muon: float
+    lr_adamw: float
+    is_update: bool = True
+    skipped: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+train_step_result = TrainStepResult
+
+
+def micro_batches_per_rank(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """ceil(ceil(G / ranks) / micro_batch_size): forwards a rank runs for one update."""
+    return math.ceil(math.ceil(global_batch_size / ranks) / micro_batch_size)
+
+
+def padded_share(global_batch_size: int, micro_batch_size: int, ranks: int) -> float:
+    """Share of the sequences of an update that are filler, because G does not divide evenly."""
+    dealt = micro_batches_per_rank(global_batch_size, micro_batch_size, ranks) * micro_batch_size * ranks
+    return 1 - global_batch_size / dealt
+
+
+@dataclass
+class Gradients:
+    """What the micro-batches of an attempt leave behind beside the gradients themselves."""
+
+    total: Tensor  # this rank's share of the total loss
+    means_K: Tensor  # this rank's share of each cross entropy
+    counts_NE: Tensor  # tokens each expert received on this rank, int64
+    dropped_N: Tensor  # assignments dropped over capacity on this rank
+    entropy_N: Tensor  # router entropy, mean over micro-batches
+    logit_max_LH: Tensor | None  # largest attention logit by layer and head, where it is tracked
+
+
+def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss: Loss, valid_K: Tensor) -> Gradients:
+    """Forward and backward of every micro-batch; the loop is never left early.
+
+    A rank whose loss is not finite still runs every backward, or the other ranks would wait in a collective for ever
+    (facebookresearch/mmf#1073). At most one micro-batch's graph is alive at a time.
+    """
+    ranks = reduce.world_size()
+    sums: Gradients | None = None
+    for i, batch in enumerate(micro_batches):
+        reduce.set_gradient_sync(model, last=i == len(micro_batches) - 1)
+        output: ModelOutput = model(
+            batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B
+        )
+        total, means_K = loss(output, valid_K)
+        (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
+        sums = _add(sums, total.detach(), means_K, output, len(micro_batches))
+    assert sums is not None
+    return sums
+
+
+def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOutput, n: int) -> Gradients:
+    entropy_N = output.router_entropy_N.detach() / n
+    logit_max = None if output.logit_max_LH is None else output.logit_max_LH.detach()
+    if sums is None:
+        return Gradients(
+            total, means_K, output.expert_counts_NE.detach(), output.dropped_N.detach(), entropy_N, logit_max
+        )
+    sums.total = sums.total + total
+    sums.means_K = sums.means_K + means_K
+    sums.counts_NE = sums.counts_NE + output.expert_counts_NE.detach()
+    sums.dropped_N = sums.dropped_N + output.dropped_N.detach()
+    sums.entropy_N = sums.entropy_N + entropy_N
+    if logit_max is not None and sums.logit_max_LH is not None:
+        sums.logit_max_LH = torch.maximum(sums.logit_max_LH, logit_max)
+    return sums
+
+
+def count_valid(micro_batches: Sequence[Batch]) -> Tensor:
+    """Labels that count, for each prediction: int64 [K] over all micro-batches and ranks."""
+    local_K = torch.stack([(batch.labels_KBT >= 0).sum((1, 2)) for batch in micro_batches]).sum(0)
+    return reduce.sum_across(local_K)
+
+
+def attempt_update(
+    model: HyMo,
+    optimizers: Optimizers,
+    micro_batches: Sequence[Batch],
+    loss: Loss,
+    *,
+    factor: float,
+    grad_clip: float,
+) -> TrainStepResult:
+    """One attempt (see the module). ``factor`` scales both peak rates.
+
+    On a skip the parameters, the optimizer's state, the expert counts and the gate biases are bit for bit what they
+    were; only the gradients are dropped.
+    """
+    valid_K = count_valid(micro_batches)
+    gradients = accumulate_gradients(model, micro_batches, loss, valid_K)
+    reduce.finish_gradients(model)
+    norm = reduce.grad_norm(model.parameters())
+    means_K = reduce.sum_across(gradients.means_K)
+    total = reduce.sum_across(gradients.total)
+    finite = reduce.verdict(torch.isfinite(gradients.total) & torch.isfinite(norm))
+    lr_muon, lr_adamw = optimizers.rates(factor)
+    metrics = _loss_metrics(total, means_K)
+    grad_norm = float(norm)
+    if not finite:
+        optimizers.zero_grad(set_to_none=True)
+        return TrainStepResult(
+            metrics["main_loss"], grad_norm, lr_muon, lr_adamw, is_update=False, skipped=True, metrics=metrics
+        )
+    reduce.clip_gradients(model.parameters(), norm, grad_clip)
+    optimizers.set_factor(factor)
+    optimizers.step()
+    optimizers.zero_grad(set_to_none=True)
+    counts_NE = reduce.sum_across(gradients.counts_NE)
+    model.update_gate_biases(counts_NE)
+    metrics |= _router_metrics(counts_NE, reduce.sum_across(gradients.dropped_N), gradients.entropy_N)
+    if gradients.logit_max_LH is not None:
+        logit_max_LH = reduce.max_across(gradients.logit_max_LH)
+        optimizers.clip_qk(model, logit_max_LH)
+        metrics["attention_logit_max"] = float(logit_max_LH.max())
+    return TrainStepResult(metrics["main_loss"], grad_norm, lr_muon, lr_adamw, metrics=metrics)
+
+
+def _loss_metrics(total: Tensor, means_K: Tensor) -> dict[str, float]:
+    main, *further = means_K.tolist()
+    metrics = {"main_loss": main, "total_loss": float(total)}
+    return metrics | {f"mtp_{k}": value for k, value in enumerate(further, 1)}
+
+
+def _router_metrics(counts_NE: Tensor, dropped_N: Tensor, entropy_N: Tensor) -> dict[str, float]:
+    """Load of the fullest expert over the mean, dropped share, entropy: the worst layer's and the mean."""
+    if counts_NE.numel() == 0:
+        return {}
+    counts = counts_NE.to(torch.float64)
+    load = counts.amax(1) / counts.mean(1).clamp(min=1)
+    routed = counts.sum() + dropped_N.sum()
+    return {
+        "expert_load_max": float(load.max()),
+        "dropped_share": float(dropped_N.sum() / routed.clamp(min=1)),
+        "router_entropy": float(entropy_N.mean()),
+    }
