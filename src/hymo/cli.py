@@ -87,10 +87,8 @@ def build_parser() -> Parser:
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     generate.set_defaults(run=run_generate, parser=generate)
 
-    plan = verbs.add_parser("plan", help="before launch: parameters, partition, rates, memory, traffic, time")
+    plan = verbs.add_parser("plan", help="before launch: parameters, initialisation, partition, rates")
     add_config(plan)
-    plan.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks to plan for (default: 1)")
-    plan.add_argument("--device", default="h200", metavar="NAME", help="device to plan for (default: h200)")
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
     plan.set_defaults(run=run_plan, parser=plan)
 
@@ -159,7 +157,7 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.plan import print_plan
 
     config = load_config(find_config(args.config or args.config_file), overrides)
-    return print_plan(config, gpus=args.gpus, device=args.device, rows=args.rows)
+    return print_plan(config, rows=args.rows)
 
 
 def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ class TrainStepResult:
     """What one attempt did.
 
     ``loss`` is the main cross entropy in nats a token, without MTP. ``grad_norm`` is the norm of the whole gradient
-    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ...
+    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ... ``reason``
+    says of a skip what was not finite, and on which rank.
     """
 
     loss: float
@@ -34,6 +35,7 @@ class TrainStepResult:
     is_update: bool = True
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
 
 
 train_step_result = TrainStepResult
@@ -70,8 +72,7 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
     """
     ranks = reduce.world_size()
     sums: Gradients | None = None
-    for i, batch in enumerate(micro_batches):
-        reduce.set_gradient_sync(model, last=i == len(micro_batches) - 1)
+    for batch in micro_batches:
         output: ModelOutput = model(
             batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B
         )
@@ -121,20 +122,15 @@ def attempt_update(
     """
     valid_K = count_valid(micro_batches)
     gradients = accumulate_gradients(model, micro_batches, loss, valid_K)
-    reduce.finish_gradients(model)
-    norm = reduce.grad_norm(model.parameters())
-    means_K = reduce.sum_across(gradients.means_K)
-    total = reduce.sum_across(gradients.total)
-    finite = reduce.verdict(torch.isfinite(gradients.total) & torch.isfinite(norm))
+    verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
+    metrics = _loss_metrics(reduce.sum_across(gradients.total), reduce.sum_across(gradients.means_K))
+    metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
     lr_muon, lr_adamw = optimizers.rates(factor)
-    metrics = _loss_metrics(total, means_K)
-    grad_norm = float(norm)
-    if not finite:
+    result = TrainStepResult(metrics["main_loss"], verdict.grad_norm, lr_muon, lr_adamw, metrics=metrics)
+    if not verdict.finite:
         optimizers.zero_grad(set_to_none=True)
-        return TrainStepResult(
-            metrics["main_loss"], grad_norm, lr_muon, lr_adamw, is_update=False, skipped=True, metrics=metrics
-        )
-    reduce.clip_gradients(model.parameters(), norm, grad_clip)
+        return replace(result, is_update=False, skipped=True, reason=str(verdict))
+    reduce.clip(model.parameters(), grad_clip, verdict.grad_norm)
     optimizers.set_factor(factor)
     optimizers.step()
     optimizers.zero_grad(set_to_none=True)
@@ -145,7 +141,7 @@ def attempt_update(
         logit_max_LH = reduce.max_across(gradients.logit_max_LH)
         optimizers.clip_qk(model, logit_max_LH)
         metrics["attention_logit_max"] = float(logit_max_LH.max())
-    return TrainStepResult(metrics["main_loss"], grad_norm, lr_muon, lr_adamw, metrics=metrics)
+    return result
 
 
 def _loss_metrics(total: Tensor, means_K: Tensor) -> dict[str, float]:

@@ -1,0 +1,171 @@
+"""Before launch: parameters by part, FLOPs, the optimizer's partition, the rates, by arithmetic on the configuration.
+
+What counts as a FLOP is said in `flops_per_token`; MFU everywhere uses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from hymo.config import HyMoConfig, ModelConfig
+from hymo.config_io import derived_values
+from hymo.observe.units import count
+from hymo.training.scheduler import JointWSDScheduler, Step
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters by part. ``active`` are those a token's forward uses: all but the experts it is not sent to."""
+
+    gdn: int
+    mla: int
+    moe: int
+    embedding: int
+    head: int
+    mtp: int
+    norms: int
+    inactive: int
+
+    @property
+    def total(self) -> int:
+        return self.gdn + self.mla + self.moe + self.embedding + self.head + self.mtp + self.norms
+
+    @property
+    def active(self) -> int:
+        return self.total - self.inactive
+
+
+def is_mla(model: ModelConfig, layer: int) -> bool:
+    """Whether block ``layer`` (from 0) is latent attention."""
+    return (layer + 1) % model.mla_every == 0
+
+
+def parameter_counts(model: ModelConfig) -> ParameterCounts:
+    """Parameters of the model that `build_hymo` makes, from its configuration alone."""
+    m = model
+    n_mla = sum(is_mla(m, i) for i in range(m.n_layers))
+    n_gdn = m.n_layers - n_mla
+    values, keys = m.gdn_heads * m.gdn_head_dim, m.gdn_heads * m.gdn_state_dim
+    gdn = m.dim * (2 * values + 2 * keys) + m.dim * m.gdn_heads  # in_proj, dt_proj
+    gdn += (values + 2 * keys) * m.conv_size + keys + 2 * m.gdn_heads  # convolution, A_log, dt_bias, D
+    gdn += m.gdn_head_dim + values * m.dim  # out_norm, out_proj
+    gdn += m.dim * m.gdn_heads if m.gdn_erase == "beta" else 0
+    qk = m.qk_nope_dim + m.qk_rope_dim
+    mla = m.q_lora_rank * m.dim + m.mla_heads * qk * m.q_lora_rank
+    mla += (m.kv_lora_rank + m.qk_rope_dim) * m.dim + m.mla_heads * (m.qk_nope_dim + m.v_head_dim) * m.kv_lora_rank
+    mla += m.dim * m.mla_heads * m.v_head_dim
+    mla_norms = m.q_lora_rank + m.kv_lora_rank + (2 * qk if m.qk_norm else 0)
+    expert = 3 * m.d_ff * m.dim
+    moe = (m.n_routed + m.n_shared) * expert + m.n_routed * m.dim
+    mtp = m.mtp_depth * (mla + mla_norms + expert + 2 * m.dim * m.dim + 4 * m.dim)
+    return ParameterCounts(
+        gdn=n_gdn * gdn,
+        mla=n_mla * mla,
+        moe=n_mla * moe,
+        embedding=m.vocab_size * m.dim,
+        head=0 if m.tie_embeddings else m.vocab_size * m.dim,
+        mtp=mtp,
+        norms=n_gdn * m.dim + n_mla * (2 * m.dim + mla_norms) + m.dim,
+        inactive=n_mla * (m.n_routed - m.top_k) * expert,
+    )
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Floating-point operations of one token, forward and backward: the work that MFU counts.
+
+    Matrix products at 6 a weight; the head once for each prediction (main and MTP); causal attention at half the
+    square; the recurrence's state update and read-out. No recomputation, no padding, no optimizer.
+    """
+    m, counts = model, parameter_counts(model)
+    head = m.vocab_size * m.dim
+    matrices = counts.active - counts.embedding - counts.head - counts.norms
+    n_mla = sum(is_mla(m, i) for i in range(m.n_layers))
+    attention = (n_mla + m.mtp_depth) * m.mla_heads * (m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim) * seq_len / 2
+    recurrence = (m.n_layers - n_mla) * m.gdn_heads * m.gdn_state_dim * m.gdn_head_dim * 2
+    return 6 * (matrices + (1 + m.mtp_depth) * head + attention + recurrence)
+
+
+def parameter_table(config: HyMoConfig) -> Table:
+    """Parameters by part."""
+    counts = parameter_counts(config.model)
+    table = Table("part", "parameters", "share", title="Parameters", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    parts = {
+        "GDN blocks": counts.gdn,
+        "MLA": counts.mla,
+        "MoE (routed and shared experts, router)": counts.moe,
+        "embedding": counts.embedding,
+        "head": counts.head,
+        "MTP": counts.mtp,
+        "norms": counts.norms,
+    }
+    for part, number in parts.items():
+        table.add_row(part, f"{number:,}", f"{number / counts.total:.1%}")
+    table.add_section()
+    table.add_row("total", f"{counts.total:,}", "100.0%")
+    table.add_row("active for a token", f"{counts.active:,}", f"{counts.active / counts.total:.1%}")
+    return table
+
+
+def schedule_rows(config: HyMoConfig) -> list[tuple[str, int, float, float, float]]:
+    """(what, update, factor, NorMuon's rate, AdamW's rate) at the updates where the schedule turns."""
+    s, o = config.scheduler, config.optimizer
+    scheduler = JointWSDScheduler(s)
+    assert s.total_steps is not None
+    warmup, decay, total = s.warmup_steps or 0, s.decay_steps or 0, s.total_steps
+    marks = {"first update": 1, "warm-up ends": warmup, "decay starts after": total - decay,
+             "half of the decay": total - decay + decay // 2, "last update": total}  # fmt: skip
+    rows = []
+    for what, update in marks.items():
+        if 1 <= update <= total:
+            factor = scheduler.get_factor(Step(update))
+            rows.append((what, update, factor, factor * o.muon_lr, factor * o.adamw_lr))
+    return rows
+
+
+def schedule_picture(config: HyMoConfig, width: int = 60, height: int = 8) -> list[str]:
+    """The factor over the run, drawn with characters."""
+    scheduler, total = JointWSDScheduler(config.scheduler), config.scheduler.total_steps or 1
+    updates = [max(1, round((i + 1) * total / width)) for i in range(width)]
+    levels = [round(scheduler.get_factor(Step(u)) * height) for u in updates]
+    lines = []
+    for row in range(height, 0, -1):
+        edge = "1.0 |" if row == height else "    |"
+        lines.append((edge + "".join("█" if level >= row else " " for level in levels)).rstrip())
+    lines.append("0.0 +" + "-" * width)
+    lines.append(f"     1{str(total).rjust(width - 1)}")
+    return lines
+
+
+def print_plan(config: HyMoConfig, *, rows: bool) -> int:
+    """Print the plan; ``rows`` prints the partition parameter by parameter."""
+    from hymo.models.init import describe_initialisation
+    from hymo.models.model import build_hymo
+    from hymo.optim.partition import partition
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(parameter_table(config))
+    flops = flops_per_token(config.model, config.training.seq_len)
+    console.print(
+        f"{flops / 1e9:.2f} GFLOP a token forward and backward at {config.training.seq_len} tokens (what MFU counts)"
+    )
+    for name, value in derived_values(config).items():
+        console.print(f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else ""))
+
+    model = build_hymo(config, device="meta")
+    console.print("\nInitialisation\n" + describe_initialisation(config.model), markup=False)
+    table = partition(model, config.optimizer)
+    console.print("\nOptimizer partition\n" + (str(table) if rows else table.summary()), markup=False)
+
+    rates = Table("update", "", "factor", "NorMuon", "AdamW", title="Rates", title_justify="left")
+    for what, update, factor, muon, adamw in schedule_rows(config):
+        rates.add_row(f"{update:,}", what, f"{factor:.4f}", f"{muon:.3e}", f"{adamw:.3e}")
+    console.print()
+    console.print(rates)
+    for line in schedule_picture(config):
+        console.print(line, markup=False)
+    return 0
