@@ -1,0 +1,150 @@
+"""Tokenizers: bytes (built in) and any file of the `tokenizers` library.
+
+Neither ever produces its end token from text, even where the text spells it: the shard writer appends exactly one to
+each document.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hymo.data.source import DataError
+
+Ids = npt.NDArray[np.uint32]
+END_NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]",
+    "<|end▁of▁sentence|>", "<|eot_id|>",
+)  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer. Ids are < vocab_size; `end_id` closes a document."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+    fingerprint: str  # of the tokenizer's content
+    token_bytes: npt.NDArray[np.int64]  # [vocab_size]: UTF-8 bytes that each token stands for, 0 for special ones
+
+    def encode(self, text: str | bytes) -> Ids: ...
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]: ...
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str: ...
+
+
+class ByteTokenizer:
+    """One token a byte: 256 bytes, then end (256), pad (257) and two reserved ids. `decode` never fails."""
+
+    name = "bytes"
+    vocab_size = 260
+    end_id = 256
+    pad_id = 257
+    fingerprint = "bytes-260"
+
+    def __init__(self) -> None:
+        self.token_bytes = np.array([1] * 256 + [0] * 4, dtype=np.int64)
+
+    def encode(self, text: str | bytes) -> Ids:
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint32)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        array = np.asarray(ids, dtype=np.int64)
+        return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer file of the `tokenizers` library. Bytes that are not UTF-8 become U+FFFD before encoding."""
+
+    def __init__(self, path: str | Path, end_token: str | None = None):
+        from tokenizers import Tokenizer as Backend
+
+        self.path = Path(path).expanduser()
+        if self.path.is_dir():
+            self.path = self.path / "tokenizer.json"
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"data.tokenizer: cannot read {str(self.path)!r}: {error.strerror}; accepted: 'bytes' or a file"
+            ) from None
+        try:
+            self.backend = Backend.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"data.tokenizer: {str(self.path)!r} is no tokenizers file ({error})") from None
+        self.backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of a document
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        self.name = self.path.stem if self.path.stem != "tokenizer" else self.path.absolute().parent.name
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end_id = _find_end(self.path, vocabulary, end_token)
+        self.fingerprint = hashlib.blake2b(content + f"\0{self.end_id}".encode(), digest_size=16).hexdigest()
+        self.token_bytes = _token_bytes(self.backend, vocabulary, self.vocab_size)
+
+    def encode(self, text: str | bytes) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        strings = [_as_text(text) for text in texts]
+        encodings = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def open_tokenizer(choice: str) -> Tokenizer:
+    """What `data.tokenizer` names: "bytes", or FILE, or FILE#END_TOKEN where the end token has a rare name."""
+    if choice == "bytes":
+        return ByteTokenizer()
+    path, _, end_token = choice.partition("#")
+    return FileTokenizer(path, end_token or None)
+
+
+def _as_text(text: str | bytes) -> str:
+    if isinstance(text, bytes):
+        return text.decode("utf-8", errors="replace")
+    return text.encode("utf-8", "replace").decode()  # the library refuses lone surrogates
+
+
+def _find_end(path: Path, vocabulary: dict[str, int], wanted: str | None) -> int:
+    names: Sequence[str] = END_NAMES
+    if wanted is not None:
+        names = (wanted,)
+    else:
+        beside = path.parent / "tokenizer_config.json"
+        if beside.is_file():
+            named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            names = (named["content"] if isinstance(named, dict) else named, *END_NAMES)
+    for name in names:
+        if name in vocabulary:
+            return vocabulary[name]
+    found = "has none of " + " ".join(END_NAMES) if wanted is None else f"has no token {wanted!r}"
+    raise DataError(f"data.tokenizer: {str(path)!r} {found}; name its end token as {path}#TOKEN")
+
+
+def _token_bytes(backend: Any, vocabulary: dict[str, int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Bytes of a token, from its spelling: byte-level alphabets have one a character, <0xAB> is one."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    described = json.loads(backend.to_str())
+    byte_level = "ByteLevel" in json.dumps([described["pre_tokenizer"], described["decoder"]])
+    sizes = np.zeros(vocab_size, dtype=np.int64)
+    for spelling, token_id in vocabulary.items():
+        if spelling in special:
+            continue
+        if byte_level and spelling not in added:
+            sizes[token_id] = len(spelling)
+        elif len(spelling) == 6 and spelling.startswith("<0x") and spelling.endswith(">"):
+            sizes[token_id] = 1
+        else:
+            sizes[token_id] = len(spelling.replace("▁", " ").encode("utf-8", "surrogatepass"))
+    return sizes
