@@ -1,0 +1,96 @@
+"""Process groups and the device mesh.
+
+One process without torchrun has no group and needs none. Under torchrun (its environment variables are read) the
+default group carries CPU tensors over gloo and CUDA tensors over NCCL. The mesh has two named axes: ``dp_replicate``
+(copies of the model) and ``dp_shard`` (pieces of one copy); expert and context parallelism would add ``ep`` and ``cp``.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hymo.distributed.reduce import is_distributed, world_size
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+FIRST_TIMEOUT_S = 600.0
+"""Start-up may compile and read data; the trainer tightens this once steps run."""
+
+
+def launched_by_torchrun() -> bool:
+    """Whether this process is one of a torchrun job (of any size)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """This process's number on its host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """``auto`` | ``cpu`` | ``cuda`` to this process's device. ``cuda`` without one raises RuntimeError."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"training.device: found {name!r}, accepted: auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("training.device: found cuda, but no CUDA device is visible; accepted here: auto, cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank() >= torch.cuda.device_count():
+        raise RuntimeError(f"local rank {local_rank()} has no GPU: {torch.cuda.device_count()} visible on this host")
+    return torch.device("cuda", local_rank())
+
+
+def init_distributed(device: str = "auto", timeout_s: float = FIRST_TIMEOUT_S) -> torch.device:
+    """Join the job that torchrun started, if it did, and return this process's device.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        timeout_s: how long a collective may wait before its process ends with an error.
+    """
+    picked = pick_device(device)
+    if picked.type == "cuda":
+        torch.cuda.set_device(picked)
+    if launched_by_torchrun() and not is_distributed():
+        backend = "cpu:gloo,cuda:nccl" if picked.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return picked
+
+
+def ensure_group(device: torch.device) -> None:
+    """Make a group of this one process where there is none, so that sharding needs no special case. No network."""
+    if not is_distributed():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def build_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
+    """Make a group of this one process where there is none, so that sharding needs no special case (no network)."""
+
+    Ranks of one copy are neighbours, so that the frequent collectives stay inside a host.
+    """
+    size = world_size()
+    if replicas < 1 or size % replicas:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise ValueError(f"training.replicas: found {replicas}, accepted with {size} processes: {divisors}")
+    return init_device_mesh(device_type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def new_gloo_group(timeout_s: float = FIRST_TIMEOUT_S) -> ProcessGroup | None:
+    """A group of all ranks over gloo alone, for one background user (saves, the signal flag). A collective.
+
+    Two users of one group would mix their messages up; None where there is one process without a group.
+    """
+    if not is_distributed():
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def shutdown() -> None:
+    """Leave the job: destroy all groups (nothing to do on one process)."""
+    if is_distributed():
+        dist.destroy_process_group()
