@@ -1,0 +1,149 @@
+"""The gated linear recurrence in chunks, in plain PyTorch, with an explicit backward pass.
+
+Inside a chunk the outputs are O = P V + (C . L) H with P_ij = sum_s c_is b_js exp(a_s sum_{j<u<=i} g_u), i >= j, and H
+the state at the chunk's start; between chunks H' = L_C . H + (B . Lt)^T V. L and Lt are the decays from the chunk's
+start and to its end. Two forms of P (``chunked_scores``) never divide a large number by a large one:
+
+- dyadic, for any decay: a pair is treated at the one level where j and i lie in the left and right half of a block;
+  both factors are then decays (at most 1) towards the boundary between the halves.
+- leaf, where the caller bounds the log-decay of a step: one reference, the start of a 16-token chunk.
+
+The decay gradient collects, for every factor f = exp(a e) in use, y = f df: the gradient towards log f. No quantity
+is formed as the small difference of two large ones (but for float32 sums inside a leaf, whose diagonal is left out).
+
+Shape letters: B batch, T tokens, H heads, D value size, S state size, N chunks, C (and K) tokens of a chunk, M blocks.
+Chunked tensors are [N,B,H,C,.]: a step from chunk to chunk then reads and writes one contiguous piece.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hymo.kernels.chunked_scores import (
+    DocMasks,
+    Scores,
+    dyadic_backward,
+    dyadic_scores,
+    leaf_backward,
+    leaf_scores,
+)
+from hymo.kernels.reference import document_starts
+
+LEAF_CHUNK = 16
+DYADIC_CHUNK = 32
+MAX_LEAF_EXPONENT = 80.0  # exp(80) = 5.5e34 leaves float32 a factor 6e3 for the data
+
+
+def leaf_fits(max_log_decay: float | None, leaf: int = LEAF_CHUNK) -> bool:
+    """Whether a bound on the log-decay of a step lets ``leaf`` tokens share one reference point."""
+    return max_log_decay is not None and (leaf - 1) * max_log_decay <= MAX_LEAF_EXPONENT
+
+
+def chunked_recurrence(
+    v_BTHD: Tensor,
+    b_BTHS: Tensor,
+    c_BTHS: Tensor,
+    g_BTH: Tensor,
+    A_log_HS: Tensor,
+    D_H: Tensor | None = None,
+    h0_BHSD: Tensor | None = None,
+    doc_ids_BT: Tensor | None = None,
+    max_log_decay: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B,T,H,D] and the final state [B,H,S,D]; one dtype (float32 or float64) for all floating arguments."""
+    leaf = leaf_fits(max_log_decay)
+    return ChunkedRecurrence.apply(v_BTHD, b_BTHS, c_BTHS, g_BTH, A_log_HS, D_H, h0_BHSD, doc_ids_BT, leaf)
+
+
+class ChunkedRecurrence(torch.autograd.Function):
+    """The op of ``chunked_recurrence``. Keeps the chunked inputs, P and the states for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, v, b, c, g, A_log, D, h0, doc_ids, leaf: bool) -> tuple[Tensor, Tensor]:
+        T, C = v.shape[1], LEAF_CHUNK if leaf else DYADIC_CHUNK
+        a_HS = -A_log.exp()
+        V, Bc, Cc = (to_chunks(x, C) for x in (v, b, c))
+        g_NBHC = to_chunks(g[..., None], C).squeeze(-1)
+        docs = None if doc_ids is None else document_masks(doc_ids, C)
+        scores = (leaf_scores if leaf else dyadic_scores)(Bc, Cc, g_NBHC, a_HS, docs)
+        if D is not None:
+            scores.P.diagonal(dim1=-2, dim2=-1).add_(D[:, None])  # o += D v, as one more diagonal of P
+        states = scan_forward(scores, V, h0)
+        O = add_products(scores.P, V, scores.C_in, states[:-1])
+        ctx.leaf, ctx.docs, ctx.T, ctx.has_D, ctx.has_h0 = leaf, docs, T, D is not None, h0 is not None
+        ctx.save_for_backward(V, Bc, Cc, g_NBHC, a_HS, states, *scores)
+        return from_chunks(O, T), states[-1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dhT: Tensor) -> tuple[Tensor | None, ...]:
+        V, Bc, Cc, g_NBHC, a_HS, states, *saved = ctx.saved_tensors
+        scores = Scores(*saved)
+        dO = to_chunks(do, V.shape[-2])
+        dstates = scan_backward(scores, dO, dhT)
+        dV = add_products(scores.P.mT, dO, scores.B_out, dstates[1:])
+        dP = dO @ V.mT
+        diagonal_NBHC = dP.diagonal(dim1=-2, dim2=-1).clone()
+        dC_in, dB_out = dO @ states[:-1].mT, V @ dstates[1:].mT
+        dthrough = (states[:-1] * dstates[1:]).sum(-1)
+        back = leaf_backward if ctx.leaf else dyadic_backward
+        dC, dB, dg, da_HS = back(scores, Bc, Cc, g_NBHC, a_HS, ctx.docs, dP, dC_in, dB_out, dthrough)
+        dC.addcmul_(diagonal_NBHC[..., None], Bc)
+        dB.addcmul_(diagonal_NBHC[..., None], Cc)
+        dv, db, dc = (from_chunks(x, ctx.T) for x in (dV, dB, dC))
+        dg_BTH = from_chunks(dg[..., None], ctx.T).squeeze(-1)
+        dD = diagonal_NBHC.sum((0, 1, 3)) if ctx.has_D else None
+        return dv, db, dc, dg_BTH, da_HS * a_HS, dD, dstates[0].clone() if ctx.has_h0 else None, None, None
+
+
+def to_chunks(x_BTHX: Tensor, C: int) -> Tensor:
+    """[B,T,H,X] -> contiguous [N,B,H,C,X], zeros after the last token (zeros in b, v and g change nothing)."""
+    B, T, H, X = x_BTHX.shape
+    pad = -T % C
+    if pad:
+        x_BTHX = torch.nn.functional.pad(x_BTHX, (0, 0, 0, 0, 0, pad))
+    return x_BTHX.reshape(B, -1, C, H, X).permute(1, 0, 3, 2, 4).contiguous()
+
+
+def from_chunks(x_NBHCX: Tensor, T: int) -> Tensor:
+    """The inverse of ``to_chunks``: contiguous [B,T,H,X]."""
+    N, B, H, C, X = x_NBHCX.shape
+    x_BTHX = x_NBHCX.permute(1, 0, 3, 2, 4).reshape(B, N * C, H, X)
+    return x_BTHX if N * C == T else x_BTHX[:, :T].contiguous()
+
+
+def document_masks(doc_ids_BT: Tensor, C: int) -> DocMasks:
+    """The masks for documents that may start anywhere; shapes do not depend on where, and nothing waits for a value."""
+    B, T = doc_ids_BT.shape
+    start = torch.nn.functional.pad(document_starts(doc_ids_BT), (0, -T % C))
+    ids = torch.cat([doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, -T % C)], 1)
+    start, ids = (x.reshape(B, -1, 1, C).transpose(0, 1) for x in (start, ids))
+    before = torch.cat([ids[:1, ..., :1], ids[:-1, ..., -1:]], 0)
+    last = ids[..., -1:]
+    return DocMasks(start, ids[..., :, None] == ids[..., None, :], ids == before, ids == last, last == before)
+
+
+def add_products(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
+    """x y + z w, batched over the leading dimensions."""
+    out = x @ y
+    return out.flatten(0, 2).baddbmm_(z.flatten(0, 2), w.flatten(0, 2)).view_as(out)
+
+
+def scan_forward(scores: Scores, V_NBHCD: Tensor, h0_BHSD: Tensor | None) -> Tensor:
+    """States at all chunk starts and at the end, [N+1,B,H,S,D]."""
+    own = scores.B_out.mT @ V_NBHCD
+    states = torch.cat([torch.zeros_like(own[:1]) if h0_BHSD is None else h0_BHSD[None], own])
+    for n, decay in enumerate(scores.through[..., None].unbind()):
+        states[n + 1].addcmul_(decay, states[n])
+    return states
+
+
+def scan_backward(scores: Scores, dO_NBHCD: Tensor, dhT_BHSD: Tensor) -> Tensor:
+    """Gradients of the states that ``scan_forward`` returns."""
+    own = scores.C_in.mT @ dO_NBHCD
+    dstates = torch.cat([own, dhT_BHSD[None]])
+    for n, decay in reversed(list(enumerate(scores.through[..., None].unbind()))):
+        dstates[n].addcmul_(decay, dstates[n + 1])
+    return dstates
