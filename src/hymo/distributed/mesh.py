@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hymo.distributed.reduce import is_distributed, world_size
+from hymo.errors import HyMoError
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 FIRST_TIMEOUT_S = 600.0
@@ -35,9 +36,9 @@ def local_rank() -> int:
 def pick_device(name: str = "auto") -> torch.device:
     """``auto`` | ``cpu`` | ``cuda`` to this process's device. ``cuda`` without one raises RuntimeError."""
     if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"training.device: found {name!r}, accepted: auto, cpu, cuda")
+        raise HyMoError(f"training.device: found {name!r}, accepted: auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("training.device: found cuda, but no CUDA device is visible; accepted here: auto, cpu")
+        raise HyMoError("training.device: found cuda, but no CUDA device is visible; accepted here: auto, cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank() >= torch.cuda.device_count():
@@ -69,7 +70,7 @@ def ensure_group(device: torch.device) -> None:
 
 
 def build_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
-    """Make a group of this one process where there is none, so that sharding needs no special case (no network)."""
+    """The mesh [dp_replicate, dp_shard] over all ranks: ``replicas`` copies of the model, each in world/replicas pieces.
 
     Ranks of one copy are neighbours, so that the frequent collectives stay inside a host.
     """
