@@ -114,6 +114,7 @@ def run_train(args: argparse.Namespace, overrides: list[str]) -> int:
         resume=args.resume,
         init_from=args.init_from,
         profile=args.profile,
+        config_given=(args.config or args.config_file) is not None,
     )
 
 

@@ -5,7 +5,6 @@ K: 1 + mtp_depth predictions, N: mixture-of-experts layers, E: experts of a laye
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +23,8 @@ class TrainStepResult:
     """What one attempt did.
 
     ``loss`` is the main cross entropy in nats a token, without MTP. ``grad_norm`` is the norm of the whole gradient
-    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ... ``reason``
-    says of a skip what was not finite, and on which rank.
+    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ...
+    ``reason`` says of a skip what was not finite, and on which rank.
     """
 
     loss: float
@@ -39,17 +38,6 @@ class TrainStepResult:
 
 
 train_step_result = TrainStepResult
-
-
-def micro_batches_per_rank(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
-    """ceil(ceil(G / ranks) / micro_batch_size): forwards a rank runs for one update."""
-    return math.ceil(math.ceil(global_batch_size / ranks) / micro_batch_size)
-
-
-def padded_share(global_batch_size: int, micro_batch_size: int, ranks: int) -> float:
-    """Share of the sequences of an update that are filler, because G does not divide evenly."""
-    dealt = micro_batches_per_rank(global_batch_size, micro_batch_size, ranks) * micro_batch_size * ranks
-    return 1 - global_batch_size / dealt
 
 
 @dataclass
@@ -125,7 +113,7 @@ def attempt_update(
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
     metrics = _loss_metrics(reduce.sum_across(gradients.total), reduce.sum_across(gradients.means_K))
     metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
-    lr_muon, lr_adamw = optimizers.rates(factor)
+    lr_muon, lr_adamw = (factor * rate for rate in optimizers.peak_rates)
     result = TrainStepResult(metrics["main_loss"], verdict.grad_norm, lr_muon, lr_adamw, metrics=metrics)
     if not verdict.finite:
         optimizers.zero_grad(set_to_none=True)

@@ -1,0 +1,74 @@
+"""Loss and bits per byte on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hymo.data.loader import EvalBatches, bits_per_byte
+from hymo.data.prepare import prepare
+from hymo.distributed import reduce
+from hymo.observe.units import count
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """``val_loss``: nats a predicted token; ``val_bpb``: bits a UTF-8 byte of the text those tokens spell."""
+
+    val_loss: float
+    val_bpb: float
+    tokens: int
+    text_bytes: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.val_loss, 700.0))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: EvalBatches, device: torch.device) -> EvalResult:
+    """Go through a validation set once, in evaluation mode. Every rank runs the same number of forwards.
+
+    Expert counts of these forwards are not used: balancing sees training tokens alone (prime-rl#2953).
+    """
+    was_training = model.training
+    model.eval()
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in batches:
+        b = batch.to(device)
+        output = model(b.tokens_BL, doc_ids_BL=b.doc_ids_BL, labels_KBT=b.labels_KBT, real_B=b.real_B)
+        nats += output.ce_sum_K[0].double()
+    model.train(was_training)
+    total = float(reduce.sum_across(nats))
+    labels = batches.n_labels
+    return EvalResult(total / max(labels, 1), bits_per_byte(total, batches.n_bytes), labels, batches.n_bytes)
+
+
+def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[str]) -> int:
+    """``hymo eval``: print loss, bits per byte and perplexity of a run, on its validation text or on ``sources``."""
+    from hymo.runs import open_run
+
+    run = open_run(path, overrides)
+    if sources is None:
+        sets = prepare(run.config.data).val
+    else:
+        given = run.config.data.model_copy(update={"source": list(sources)})
+        data = prepare(given)
+        sets = {"val (held-out part of --data)": data.val["val"], "all but that": data.train}
+    t = run.config.training
+    for name, token_set in sets.items():
+        batches = EvalBatches(
+            token_set, run.tokenizer.token_bytes, seq_len=t.seq_len, mtp_depth=run.config.model.mtp_depth,
+            batch_size=t.micro_batch_size, max_tokens=t.eval_tokens,
+        )  # fmt: skip
+        result = evaluate(run.model, batches, run.device)
+        print(
+            f"{name}: val_loss {result.val_loss:.4f} | val_bpb {result.val_bpb:.4f} | "
+            f"perplexity {result.perplexity:.2f} | "
+            f"{count(result.tokens)} tokens, {count(result.text_bytes)} bytes | step {run.step}"
+        )
+    return 0

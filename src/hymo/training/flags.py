@@ -1,0 +1,48 @@
+"""From `training` flags to the blocks: which way each block computes is decided once, before the first step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hymo.config import AutoBool, TrainingConfig
+from hymo.errors import HyMoError
+from hymo.kernels.recurrence import HAS_TRITON
+from hymo.models.gdn import GatedDeltaNetBlock
+from hymo.models.mla import MLABlock
+from hymo.models.moe import DeepSeekMoE
+
+
+def resolve_fused_gdn(flag: AutoBool, device: torch.device) -> bool:
+    """Whether the recurrence runs as the Triton kernel. Never a silent fallback: what cannot run is refused."""
+    if flag == "auto":
+        if device.type == "cuda" and not HAS_TRITON:
+            raise HyMoError(
+                "training.fused_gdn: found auto on CUDA without Triton; accepted: pip install triton, or false (the "
+                "chunked PyTorch form, many times slower)"
+            )
+        return device.type == "cuda"
+    if flag and device.type != "cuda":
+        raise HyMoError(f"training.fused_gdn: found true on {device.type}; accepted: a CUDA device, or auto, or false")
+    if flag and not HAS_TRITON:
+        raise HyMoError("training.fused_gdn: found true without Triton; accepted: pip install triton, or false")
+    return bool(flag)
+
+
+def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device: torch.device) -> dict[str, str]:
+    """Push the flags onto the blocks; returns what was chosen, to be said once in the log."""
+    fused = resolve_fused_gdn(training.fused_gdn, device)
+    compiled = device.type == "cuda" if training.torch_compile_gdn == "auto" else bool(training.torch_compile_gdn)
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNetBlock):
+            module.use_triton = fused
+            module.use_compile = compiled
+        elif isinstance(module, MLABlock):
+            module.use_compile = compiled
+        elif isinstance(module, DeepSeekMoE):
+            module.use_mixed_precision = training.moe_mixed_precision
+    return {
+        "recurrence": "triton" if fused else "chunked torch",
+        "compile": "per block" if compiled else "off",
+        "experts": training.fsdp_mixed_precision if training.moe_mixed_precision else "float32",
+    }

@@ -1,0 +1,95 @@
+"""``hymo train``: from a configuration file to a finished run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hymo.checkpoint import store
+from hymo.config import HyMoConfig
+from hymo.config_io import load_config
+from hymo.distributed import mesh, reduce
+from hymo.errors import HyMoError
+from hymo.generate import TextStream, generate
+from hymo.observe.profile import parse_range
+from hymo.observe.units import count
+from hymo.plan import parameter_counts
+from hymo.runs import (
+    CONFIG,
+    find_checkpoint,
+    newest_run_dir,
+    next_run_dir,
+    refuse_existing,
+    resumed_config,
+    write_config,
+)
+from hymo.training.trainer import Trainer
+
+
+def train(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    run_dir: str | None,
+    resume: bool,
+    init_from: str | None,
+    profile: str | None,
+    config_given: bool,
+) -> int:
+    """Run ``hymo train``; returns the exit code."""
+    steps = None if profile is None else parse_range(profile)
+    if init_from is not None and resume:
+        raise HyMoError("--init-from: found beside --resume; accepted: one of the two")
+    name = path.stem
+    folder = Path(run_dir) if run_dir else newest_run_dir(name) if resume else next_run_dir(name)
+    goes_on = resume and (folder / CONFIG).is_file()
+    if goes_on:
+        config = resumed_config(folder, path if config_given else None, overrides)
+    else:
+        config = load_config(path, overrides)
+    mesh.init_distributed(config.training.device)
+    folder = Path(reduce.broadcast_object(str(folder)))
+    if not resume:
+        refuse_existing(folder)
+    trainer = Trainer(config, run_dir=folder, profile=steps)
+    if reduce.is_main():
+        write_config(folder, config)
+    print_header(trainer, config, folder)
+    store.prove_shared(folder)
+    newest = store.latest_on_all_ranks(folder) if goes_on else None
+    if newest is not None:
+        trainer.resume(newest)
+    elif init_from is not None:
+        trainer.init_from(find_checkpoint(init_from))
+    result = trainer.train()
+    if result.stopped is None:
+        print_sample(trainer, config)
+    trainer.log.line(f"run: {folder}")
+    mesh.shutdown()
+    return 0
+
+
+def print_header(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:
+    counts, s = parameter_counts(config.model), config.scheduler
+    trainer.log.line(
+        f"model: {count(counts.total)} parameters, {count(counts.active)} active | run: {folder} | "
+        f"{s.total_steps:,} updates of {config.tokens_per_step:,} tokens: {s.warmup_steps} warm-up, "
+        f"{s.stable_steps} stable, {s.decay_steps} decay"
+    )
+
+
+def print_sample(trainer: Trainer, config: HyMoConfig) -> None:
+    """A sample of text, so that the last lines of a run show what it learnt."""
+    n = config.logging.sample_tokens
+    if n == 0 or not reduce.is_main() or reduce.world_size() > 1:
+        return
+    tokenizer = trainer.data.tokenizer
+    prompt = [int(i) for i in tokenizer.encode(config.logging.sample_prompt)]
+    stream = TextStream(tokenizer, prompt)
+    model = trainer.model.eval()
+    tokens = generate(
+        model, prompt, max_tokens=n, context=config.training.seq_len, seed=config.training.seed, end_id=tokenizer.end_id
+    )
+    text = "".join(stream.push(token) for token in tokens) + stream.rest()
+    trainer.log.line("sample:")
+    trainer.log.line(config.logging.sample_prompt + text)

@@ -1,0 +1,62 @@
+"""When a run must stop early: SIGTERM, SIGINT, or the clock. All ranks stop at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+import torch
+
+from hymo.distributed import reduce
+
+IMPATIENT_S = 3.0
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into a flag that is read between steps, so that the run can save first.
+
+    A second signal after 3 s ends the process at once. Signals reach the main thread only; elsewhere (a test, a
+    notebook's worker) only the clock counts.
+    """
+
+    def __init__(self, max_hours: float | None, device: torch.device):
+        self._deadline = None if max_hours is None else time.monotonic() + max_hours * 3600
+        self._device = device
+        self._signal: int | None = None
+        self._first_at = 0.0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._first_at = number, now
+        elif now - self._first_at >= IMPATIENT_S:
+            os._exit(128 + number)
+
+    def reason(self) -> str | None:
+        """Why to stop now, the same on all ranks (one small all-reduce), or None."""
+        code = 0
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            code = -1
+        if self._signal is not None:
+            code = self._signal
+        if reduce.world_size() > 1:
+            # Signals are positive and the clock is negative: either on any rank stops all of them.
+            signals = reduce.max_across(torch.tensor([code, -code], device=self._device))
+            code = int(signals[0]) or -int(signals[1])
+        if code == 0:
+            return None
+        return "training.max_hours" if code < 0 else signal.Signals(code).name
