@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from hymo.errors import HyMoError
+
 TEXT_FIELD = "text"
 # A text file longer than this becomes several documents, cut at line ends, so that memory stays bounded.
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -22,7 +24,7 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modul
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-class DataError(ValueError):
+class DataError(HyMoError):
     """The data a user gave is at fault: one line that names the file or key, what was found, what is accepted."""
 
 
@@ -83,7 +85,10 @@ def open_source(entries: Sequence[str | Path] | None) -> Source:
         raise DataError("data.source: the list is empty; give files or folders of text, or leave the key out")
     files: list[SourceFile] = []
     for entry in entries:
-        files.extend(_files_of(str(entry)))
+        try:
+            files.extend(_files_of(str(entry)))
+        except OSError as error:
+            raise DataError(f"data.source: cannot read {str(entry)!r}: {error.strerror or error}") from None
     return Source(tuple(files), ", ".join(str(entry) for entry in entries))
 
 

@@ -1,0 +1,222 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hymo.data import DataError, TokenSet, cache_folder, prepare
+from hymo.data.cache import _digests
+
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
+
+
+def write_texts(folder: Path, count: int) -> Path:
+    folder.mkdir(parents=True)
+    for i in range(count):
+        (folder / f"{i:03}.txt").write_bytes(f"text number {i}\n".encode() * (1 + i % 5))
+    return folder
+
+
+def documents(data: TokenSet) -> list[bytes]:
+    return [bytes(data.document(i)[:-1].astype("uint8")) for i in range(data.n_documents)]
+
+
+def test_every_document_is_on_one_side(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 200)
+    (source / "copy.txt").write_bytes((source / "007.txt").read_bytes())
+    data = prepare(settings([source]))
+    train, val = documents(data.train), documents(data.val["val"])
+    assert sorted(train + val) == sorted(path.read_bytes() for path in source.iterdir())
+    assert 20 <= len(val) <= 60  # 20 % of 201
+    assert not set(train) & set(val)  # equal texts never on both sides
+
+
+def test_the_split_is_of_the_content_not_of_the_place(tmp_path, settings):
+    a = prepare(settings([write_texts(tmp_path / "a", 50)]))
+    b = prepare(settings([write_texts(tmp_path / "moved" / "b", 50)]))
+    assert a.train.folder != b.train.folder
+    assert a.train.fingerprint == b.train.fingerprint
+    assert a.val["val"].fingerprint == b.val["val"].fingerprint != a.train.fingerprint
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_both_sides_have_a_document(tmp_path, settings, fraction, count):
+    data = prepare(settings([write_texts(tmp_path / "text", count)], val_fraction=fraction))
+    assert (data.val["val"] if fraction < 0.5 else data.train).n_documents == 1
+    assert data.train.n_documents + data.val["val"].n_documents == count
+
+
+@pytest.mark.parametrize("text", [b"line %d of this\n" * 100, "日本語".encode() * 200])
+def test_a_lone_document_is_cut(tmp_path, settings, text):
+    path = tmp_path / "one.txt"
+    path.write_bytes(text)
+    data = prepare(settings([path]))
+    [train], [val] = documents(data.train), documents(data.val["val"])
+    assert train + val == text
+    assert 0.75 < len(train) / len(text) < 0.85
+    assert train.decode()
+    assert val.decode()
+
+
+def test_built_once_and_again_when_the_source_changes(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 20)
+    calls: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        calls.append((done, total))
+
+    first = prepare(settings([source]), progress)
+    total = sum(path.stat().st_size for path in source.iterdir())
+    assert calls[-1] == (total, total)
+    assert calls == sorted(calls)
+    calls.clear()
+    again = prepare(settings([source]), progress)
+    assert calls == []
+    assert again.train.fingerprint == first.train.fingerprint
+    (source / "new.txt").write_bytes(b"new")
+    assert prepare(settings([source]), progress).train.folder != first.train.folder
+    assert calls
+    other = prepare(settings([source], val_fraction=0.5))
+    assert other.val["val"].n_documents > first.val["val"].n_documents
+    assert documents(first.train) == documents(again.train)  # the old set is untouched
+
+
+def test_another_tokenizer_has_its_own_shards(tmp_path, settings, bpe_file):
+    source = write_texts(tmp_path / "text", 20)
+    plain = prepare(settings([source]))
+    bpe = prepare(settings([source], tokenizer=str(bpe_file)))
+    assert bpe.train.n_bytes == plain.train.n_bytes
+    assert bpe.train.token_bytes_scale == 1.0
+    assert bpe.train.n_tokens < plain.train.n_tokens
+    assert bpe.tokenizer.decode(bpe.train.document(0)) == plain.tokenizer.decode(plain.train.document(0))
+
+
+def test_a_damaged_cache_is_built_again(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 10)
+    first = prepare(settings([source]))
+    before = documents(first.train)
+    (first.train.folder / "part-00000.ends").write_bytes(b"")
+    assert documents(prepare(settings([source])).train) == before
+
+
+def test_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("HYMO_CACHE", raising=False)
+    assert cache_folder(None) == Path.home() / ".cache" / "hymo"
+    assert cache_folder(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HYMO_CACHE", str(tmp_path / "wins"))
+    assert cache_folder(str(tmp_path)) == tmp_path / "wins"
+
+
+def test_errors(tmp_path, settings):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_bytes(b"")
+    with pytest.raises(DataError, match="every document is empty"):
+        prepare(settings([tmp_path / "empty"]))
+    (tmp_path / "file").write_bytes(b"")
+    source = write_texts(tmp_path / "text", 3)
+    with pytest.raises(DataError, match=r"data.cache_dir: cannot write '.*file/cache': Not a directory"):
+        prepare(settings([source], cache_dir=str(tmp_path / "file" / "cache")))
+
+
+def test_a_source_that_changes_while_it_is_read(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 3)
+
+    def write_more(done: int, total: int) -> None:
+        (source / "000.txt").write_bytes(b"longer than it was before, by far")
+
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(settings([source]), write_more)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+BUILD = """
+    import resource, sys, time
+    from types import SimpleNamespace
+    from hymo.data import DataError, prepare
+
+    source, cache, mode = sys.argv[1:]
+    if mode == "full":  # writing past the limit fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    def progress(done, total):
+        print("building", flush=True)
+        if mode == "slow":
+            time.sleep(60)
+    config = SimpleNamespace(source=[source], tokenizer="bytes", val_fraction=0.2, cache_dir=cache)
+    try:
+        print(prepare(config, progress).train.fingerprint)
+    except DataError as error:
+        sys.exit(str(error))
+"""
+
+
+def start_build(source: Path, cache: Path, mode: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(BUILD), str(source), str(cache), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@needs_posix
+def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 3)
+    kept = prepare(settings([source])).train
+    (source / "big.txt").write_bytes(b"many bytes " * 5000)
+    process = start_build(source, tmp_path / "cache", "full")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.count("\n") == 1
+    assert "no room for token shards in" in errors
+    assert "set data.cache_dir or HYMO_CACHE" in errors
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    assert documents(TokenSet(kept.folder)) == documents(kept)
+    prepare(settings([source]))  # with room, all is well
+
+
+@needs_posix
+def test_kill_9_while_building_then_two_builders_at_once(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 30)
+    cache = tmp_path / "cache"
+    process = start_build(source, cache, "slow")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "building\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(cache.glob(".*.tmp"))
+    builders = [start_build(source, cache, "plain") for _ in range(2)]
+    outputs = [builder.communicate(timeout=60)[0].split() for builder in builders]
+    assert sorted(len(output) for output in outputs) == [1, 2]  # one built, the other waited for it
+    assert outputs[0][-1] == outputs[1][-1] == prepare(settings([source])).train.fingerprint
+    assert not list(cache.glob(".*.tmp"))
+
+
+def test_without_a_lock_two_builders_do_no_harm(tmp_path, settings, monkeypatch):
+    # The lock only saves work: where a file system has none, the second rename stands back.
+    source = write_texts(tmp_path / "text", 10)
+    nested: list[str] = []
+
+    def build_again(done: int, total: int) -> None:
+        if not nested:
+            nested.append("begun")
+            nested.append(prepare(settings([source])).train.fingerprint)
+
+    monkeypatch.setattr("hymo.data.cache.FileLock", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr("hymo.data.cache.remove_left_over", lambda target: None)
+    assert prepare(settings([source]), build_again).train.fingerprint == nested[1]
+
+
+def test_the_held_out_hash_has_its_golden_value():
+    digest, held_out = _digests(b"hello")
+    assert (digest.hex(), held_out) == ("46fb7408d4f285228f4af516ea25851b", 14131953147721378844)
+
+
+def test_the_default_source_opens_again_at_once(settings):
+    config = settings(None, val_fraction=0.02)
+    prepare(config)
+    began = time.perf_counter()
+    data = prepare(config)
+    assert time.perf_counter() - began < 2
+    assert data.train.n_documents > 300

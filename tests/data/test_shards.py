@@ -1,0 +1,126 @@
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hymo.data import ByteTokenizer, DataError, TokenSet
+from hymo.data.shards import MANIFEST, TokenSetWriter, built_whole
+
+END = ByteTokenizer.end_id
+
+
+def test_exactly_one_end_token_a_document_even_for_texts_that_look_like_one(token_set):
+    texts = [b"one", b"", b"<|endoftext|>", b"\xff\x00", b"five"]
+    data = token_set(texts)
+    tokens, documents = data.read(0, data.n_tokens)
+    expected = [[*text, END] for text in texts]
+    assert tokens.tolist() == [token for part in expected for token in part]
+    assert documents.tolist() == [i for i, part in enumerate(expected) for _ in part]
+    assert (tokens == END).sum() == data.n_documents == 5
+    assert [data.document(i).tolist() for i in range(5)] == expected
+    assert [data.document_bytes(i) for i in range(5)] == [len(text) for text in texts]
+    assert data.document_lengths().tolist() == [len(part) for part in expected]
+    assert (data.n_bytes, data.token_bytes_scale) == (sum(map(len, texts)), 1.0)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.binary(max_size=6), min_size=1, max_size=8), st.data())
+def test_read_any_slice(token_set, tmp_path_factory, texts, draw):
+    data = token_set(texts, name=tmp_path_factory.mktemp("slices").name)
+    whole, numbers = data.read(0, data.n_tokens)
+    start = draw.draw(st.integers(0, data.n_tokens))
+    stop = draw.draw(st.integers(start, data.n_tokens))
+    tokens, documents = data.read(start, stop)
+    assert tokens.tolist() == whole[start:stop].tolist()
+    assert documents.tolist() == numbers[start:stop].tolist()
+
+
+def test_slices_across_parts(token_set, tmp_path):
+    texts = [b"a", b"bc", b"", b"defg", b"h"]
+    one = token_set(texts)
+    parts = []
+    for i, group in enumerate([texts[:2], texts[2:2], texts[2:3], texts[3:]]):
+        part = token_set(group, name=f"part{i}")
+        for kind in ("tokens", "ends", "bytes"):
+            (part.folder / f"part-00000.{kind}").rename(tmp_path / f"part-0000{i}.{kind}")
+        parts.append({"name": f"part-0000{i}", "n_tokens": part.n_tokens, "n_documents": part.n_documents})
+    manifest = json.loads((one.folder / MANIFEST).read_text()) | {"parts": parts}
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    many = TokenSet(tmp_path)
+    for start in range(one.n_tokens + 1):
+        for stop in range(start, one.n_tokens + 1):
+            for a, b in zip(one.read(start, stop), many.read(start, stop), strict=True):
+                assert a.tolist() == b.tolist()
+    assert [many.document(i).tolist() for i in range(5)] == [one.document(i).tolist() for i in range(5)]
+    assert many.document_lengths().tolist() == one.document_lengths().tolist()
+
+
+def test_reading_past_the_end_is_refused(token_set):
+    data = token_set([b"ab"])
+    with pytest.raises(IndexError):
+        data.read(0, 4)
+    with pytest.raises(IndexError):
+        data.document(1)
+
+
+class Wide(ByteTokenizer):
+    vocab_size = 70_000
+    end_id = 69_999
+
+    def __init__(self) -> None:
+        self.token_bytes = np.zeros(self.vocab_size, dtype=np.int64)
+
+
+def test_element_type_follows_the_vocabulary(token_set, tmp_path):
+    assert token_set([b"ab"]).dtype.itemsize == 2
+    writer = TokenSetWriter(tmp_path / "wide", Wide())
+    writer.add(np.array([5, 65_536], dtype=np.uint32), 2, b"")
+    writer.close()
+    wide = TokenSet(tmp_path / "wide")
+    assert wide.dtype.itemsize == 4
+    assert wide.read(0, 3)[0].tolist() == [5, 65_536, 69_999]
+
+
+def test_fingerprint_is_of_the_content(token_set):
+    a = token_set([b"one", b"two"], name="a")
+    assert token_set([b"one", b"two"], name="b").fingerprint == a.fingerprint
+    assert len({a.fingerprint, *(token_set(t, name=f"c{i}").fingerprint for i, t in enumerate(OTHERS))}) == 4
+
+
+OTHERS = [[b"two", b"one"], [b"onet", b"wo"], [b"one", b"twp"]]
+
+
+def test_damaged_sets_are_named(token_set):
+    data = token_set([b"some text"])
+    path = data.folder / "part-00000.tokens"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"part-00000.tokens has 19 bytes, its manifest says 20"):
+        TokenSet(data.folder)
+    path.unlink()
+    with pytest.raises(DataError, match=r"part-00000.tokens is missing"):
+        TokenSet(data.folder)
+    (data.folder / MANIFEST).write_text('{"format": "hymo token set 9"}')
+    with pytest.raises(DataError, match="the format is 'hymo token set 9'; this version reads"):
+        TokenSet(data.folder)
+    (data.folder / MANIFEST).write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        TokenSet(data.folder)
+    (data.folder / MANIFEST).unlink()
+    with pytest.raises(DataError, match="is no token set"):
+        TokenSet(data.folder)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with contextlib.suppress(RuntimeError), built_whole(tmp_path / "x") as folder:
+        (folder / "half").write_bytes(b"1")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with built_whole(tmp_path / "x") as first:
+        (first / "who").write_text("first")
+        with built_whole(tmp_path / "x") as second:
+            (second / "who").write_text("second")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "who").read_text() == "second"  # it was there first; the other stood back
