@@ -1,0 +1,117 @@
+"""Causal attention inside documents: softmax(scale q k^T) v, where a token sees earlier tokens of its own document.
+
+Back ends, chosen by rule and logged once:
+- ``sdpa``: torch's scaled_dot_product_attention. On a CPU always, with one boolean mask a batch when documents are
+  packed; on CUDA when a row is one document, or when Triton is missing.
+- ``flex``: compiled FlexAttention with a block mask; on CUDA when documents are packed, since it skips the blocks that
+  the mask forbids.
+
+A token of another document has weight exactly 0, so finite values there never change a bit of the result.
+
+Shape suffixes: B batch, T sequence, H heads, K query/key size, V value size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+logger = logging.getLogger(__name__)
+
+AttentionMask = Tensor | BlockMask | None
+"""None: plain causal. Tensor: bool [B, 1, T, T], True where a query may look. BlockMask: the same for FlexAttention."""
+
+CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@functools.cache
+def choose_backend(device_type: str, packed: bool) -> str:
+    """``sdpa`` or ``flex`` by the rule above; logged at the first question."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    backend = "flex" if device_type == "cuda" and packed and has_triton else "sdpa"
+    logger.info("attention on %s with%s document masks: %s", device_type, "" if packed else "out", backend)
+    return backend
+
+
+def build_mask(doc_ids_BT: Tensor | None) -> AttentionMask:
+    """The mask of one batch, to be shared by its layers; None where each row is one document."""
+    if doc_ids_BT is None:
+        return None
+    if choose_backend(doc_ids_BT.device.type, True) == "flex":
+        return _block_mask(doc_ids_BT)
+    length = doc_ids_BT.shape[1]
+    same = doc_ids_BT[:, :, None] == doc_ids_BT[:, None, :]
+    return (same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril())[:, None]
+
+
+def _block_mask(doc_ids_BT: Tensor) -> BlockMask:
+    def may_look(b, h, query, key):
+        return (query >= key) & (doc_ids_BT[b, query] == doc_ids_BT[b, key])
+
+    batch, length = doc_ids_BT.shape
+    return create_block_mask(may_look, batch, None, length, length, device=doc_ids_BT.device)
+
+
+@functools.cache
+def _compiled_flex():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """Causal attention inside documents.
+
+    Args:
+        q_BTHK, k_BTHK, v_BTHV: queries, keys, values; K and V may differ.
+        mask: from ``build_mask``.
+        scale: factor of the logits.
+
+    Returns:
+        [B, T, H, V] in v's dtype.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV))
+    if isinstance(mask, BlockMask):
+        return _compiled_flex()(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+    if q.is_cuda:
+        with sdpa_kernel(CUDA_ORDER, set_priority=True):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return out.transpose(1, 2)
+    # Equal head sizes take the fused CPU kernel; unequal ones would build [B, H, T, T] twice over.
+    v_dim, size = v.shape[-1], max(v.shape[-1], q.shape[-1])
+    q, k, v = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[..., :v_dim].transpose(1, 2)
+
+
+@torch.no_grad()
+def max_logit(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    doc_ids_BT: Tensor | None,
+    scale: float,
+    real_B: Tensor | None = None,
+    rows: int = 256,
+) -> Tensor:
+    """Largest logit that each head's softmax sees, fp32 [H]; masked pairs and filler rows (``real_B`` False) excluded.
+
+    Works through ``rows`` queries at a time, so that no [T, T] tensor of a whole batch is held.
+    """
+    length = q_BTHK.shape[1]
+    position = torch.arange(length, device=q_BTHK.device)
+    best = torch.full((q_BTHK.shape[2],), -torch.inf, device=q_BTHK.device)
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        logits = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:stop].float(), k_BTHK[:, :stop].float()) * scale
+        allowed = (position[start:stop, None] >= position[None, :stop])[None]
+        if doc_ids_BT is not None:
+            allowed = allowed & (doc_ids_BT[:, start:stop, None] == doc_ids_BT[:, None, :stop])
+        if real_B is not None:
+            allowed = allowed & real_B[:, None, None]
+        best = torch.maximum(best, logits.masked_fill(~allowed[:, None], -torch.inf).amax(dim=(0, 2, 3)))
+    return best

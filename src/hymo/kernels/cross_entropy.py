@@ -1,0 +1,150 @@
+"""Cross entropy of a linear head, chunk by chunk, so that the full logits never exist.
+
+The gradients are computed in the forward pass, while a chunk's logits are at hand; that saves recomputing them (a third
+of the head's work), and leaves one [N, D] gradient a hidden tensor and one fp32 [V, D] for the head. The price: the
+weights of the terms must be known beforehand, so ``linear_cross_entropy`` takes ``term_weights_K``.
+
+Shape suffixes: N tokens, D width, V vocabulary, K terms (one a hidden tensor), C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+"""Label of a token that counts for nothing."""
+
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Size of a chunk's fp32 logits; the CPU's stays in its cache."""
+
+
+def chunk_rows(vocab_size: int, device_type: str) -> int:
+    """Tokens of a chunk."""
+    return max(1, CHUNK_BYTES.get(device_type, 256 << 20) // (4 * vocab_size))
+
+
+def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    logits_CV = F.linear(hidden_CD, weight_VD).float()
+    return logits_CV, torch.logsumexp(logits_CV, dim=-1, keepdim=True)
+
+
+def _chunk_sums(logits_CV: Tensor, lse_C1: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of cross entropy and of lse^2 over the valid tokens, the valid mask and safe labels."""
+    valid_C1 = (labels_C != IGNORE)[:, None]
+    safe_C1 = labels_C[:, None].clamp(min=0)
+    # where, not a product: a masked token's non-finite logits must not become 0 * inf.
+    ce = torch.where(valid_C1, lse_C1 - logits_CV.gather(1, safe_C1), 0).sum()
+    z = torch.where(valid_C1, lse_C1.square(), 0).sum()
+    return ce, z, valid_C1, safe_C1
+
+
+def _chunk_gradient(logits_CV, lse_C1, valid_C1, safe_C1, weight: Tensor, z_weight: Tensor | float) -> Tensor:
+    """d(weight * ce + z_weight * lse^2) / d logits, in place of the logits."""
+    logits_CV.sub_(lse_C1).exp_().mul_(weight + 2 * z_weight * lse_C1)
+    logits_CV.scatter_add_(1, safe_C1, (-weight).expand_as(lse_C1).to(logits_CV.dtype))
+    return logits_CV.masked_fill_(~valid_C1, 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See ``linear_cross_entropy``; the backward pass only scales what the forward pass has computed."""
+
+    @staticmethod
+    def forward(ctx, weight_VD, term_weights_K, z_weight, labels_KN, needs_grad, rows, *hidden_list):
+        device = weight_VD.device
+        ce_sums, z_sum = [], torch.zeros((), device=device)
+        grad_weight = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=torch.float32)
+        grad_hidden = [torch.empty_like(h) if needs_grad else h for h in hidden_list]
+        for k, hidden_ND in enumerate(hidden_list):
+            ce_sum = torch.zeros((), device=device)
+            for start in range(0, hidden_ND.shape[0], rows):
+                chunk = slice(start, start + rows)
+                hidden_CD, labels_C = hidden_ND[chunk], labels_KN[k, chunk]
+                logits_CV, lse_C1 = _chunk_logits(hidden_CD, weight_VD)
+                ce, z, valid_C1, safe_C1 = _chunk_sums(logits_CV, lse_C1, labels_C)
+                ce_sum = ce_sum + ce
+                z_sum = z_sum + z if k == 0 else z_sum
+                if needs_grad:
+                    z_of_k = z_weight if k == 0 else 0.0
+                    grad = _chunk_gradient(logits_CV, lse_C1, valid_C1, safe_C1, term_weights_K[k], z_of_k)
+                    grad = grad.to(weight_VD.dtype)
+                    grad_hidden[k][chunk] = grad @ weight_VD
+                    _add_product(grad_weight, grad, hidden_CD)
+            ce_sums.append(ce_sum)
+        if needs_grad:
+            ctx.save_for_backward(grad_weight, term_weights_K, z_weight, *grad_hidden)
+            ctx.weight_dtype = weight_VD.dtype
+        return torch.stack(ce_sums), z_sum
+
+    @staticmethod
+    def backward(ctx, grad_ce_K, grad_z):
+        grad_weight, term_weights_K, z_weight, *grad_hidden = ctx.saved_tensors
+        given = torch.cat((grad_ce_K.float(), grad_z.float().reshape(1)))
+        built = torch.cat((term_weights_K, z_weight.reshape(1)))
+        factor = (given @ built) / (built @ built).clamp(min=torch.finfo(torch.float32).tiny)
+        # A loss that weighs the terms otherwise than announced would get a wrong gradient: make it NaN instead.
+        fits = ((given - factor * built).abs() <= 1e-4 * given.abs().amax()).all()
+        factor = torch.where(fits, factor, torch.nan)
+        return (
+            (grad_weight * factor).to(ctx.weight_dtype),
+            *(None,) * 5,
+            *(g * factor.to(g.dtype) for g in grad_hidden),
+        )
+
+
+def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+    """total += grad^T hidden, accumulated in fp32."""
+    if grad_CV.dtype == torch.float32:
+        total_VD.addmm_(grad_CV.t(), hidden_CD)
+    elif grad_CV.is_cuda:
+        total_VD.add_(torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32))
+    else:
+        total_VD.addmm_(grad_CV.t().float(), hidden_CD.float())
+
+
+def linear_cross_entropy(
+    hidden_list: Sequence[Tensor],
+    weight_VD: Tensor,
+    labels_list: Sequence[Tensor],
+    *,
+    term_weights_K: Tensor | None = None,
+    z_loss: float = 0.0,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums of cross entropy of one head over several hidden tensors.
+
+    Args:
+        hidden_list: K tensors [N, D]; the first is the main one.
+        weight_VD: the head.
+        labels_list: K int64 tensors [N]; -100 counts for nothing.
+        term_weights_K: fp32 [K], the weight that each sum has in the loss, up to a common factor. Given: one gradient
+            of the head in all, and the loss must be ``sum_k term_weights[k] * ce_sum[k] + z_loss * term_weights[0] *
+            z_sum`` up to a factor; any other gets NaN gradients. None: any loss is exact, at the price of one gradient
+            of the head a term.
+        z_loss: weight of ``z_sum`` relative to the main term. 0: ``z_sum`` is for reading only.
+        rows: tokens of a chunk; None = by the device.
+
+    Returns:
+        ce_sum_K fp32 [K] in nats, and z_sum fp32: the sum of logsumexp^2 over the main term's valid tokens.
+    """
+    rows = rows or chunk_rows(weight_VD.shape[0], weight_VD.device.type)
+    needs_grad = torch.is_grad_enabled() and (weight_VD.requires_grad or any(h.requires_grad for h in hidden_list))
+    labels_KN = torch.stack(list(labels_list))
+    one = weight_VD.new_ones(1, dtype=torch.float32)
+
+    def compute(hidden: Sequence[Tensor], labels: Tensor, weights: Tensor, z_weight: Tensor) -> tuple[Tensor, Tensor]:
+        return _LinearCrossEntropy.apply(weight_VD, weights, z_weight, labels, needs_grad, rows, *hidden)
+
+    if term_weights_K is not None:
+        weights = term_weights_K.float()
+        return compute(hidden_list, labels_KN, weights, z_loss * weights[0])
+    if not needs_grad:
+        return compute(hidden_list, labels_KN, one.expand(len(hidden_list)), 0 * one[0])
+    sums = [compute([h], labels_KN[k : k + 1], one, 0 * one[0]) for k, h in enumerate(hidden_list)]
+    z_sum = sums[0][1].detach()
+    if z_loss:
+        z_sum = compute(hidden_list[:1], labels_KN[:1], 0 * one, one[0])[1]
+    return torch.cat([ce for ce, _ in sums]), z_sum

@@ -1,0 +1,167 @@
+"""The gated-recurrence block: a mixer without a feed-forward layer.
+
+    x + out_proj(norm(recurrence(silu(conv(v, b, c)), g) + D v) * silu(z)),    [v | b | c | z] = in_proj(norm(x))
+
+The recurrence h_t = exp(g_t A) h_{t-1} + b_t (x) v_t is gated linear attention with a rank-1 log-decay; the block's
+name is that of the original design notes.
+
+Shape suffixes: B batch, T sequence, C channels, H heads, D value size of a head, S state size of a head, K taps - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hymo.config import ModelConfig
+from hymo.kernels.conv import causal_conv, causal_conv_step
+from hymo.kernels.recurrence import Backend, gated_recurrence, gated_recurrence_step
+from hymo.models.layers import DocLayout, RMSNorm, rms_norm
+
+
+class GDNState(NamedTuple):
+    """What generation carries: the last K inputs of the convolution [B, K, C] and the fp32 state [B, H, S, D]."""
+
+    window_BKC: Tensor
+    h_BHSD: Tensor
+
+
+class GatedDeltaNetBlock(nn.Module):
+    """Norm, projections, causal convolution, gated recurrence, gated output norm, projection, residual.
+
+    Attributes:
+        use_triton: None = by device (Triton on CUDA, chunked PyTorch elsewhere), True = Triton or an error, False =
+            chunked PyTorch.
+        use_compile: True = the block's computation runs through ``torch.compile`` (one graph for all blocks of a
+            shape); hooks on the module stay outside of it. None and False = eager.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        if config.gdn_erase != "none" or config.gdn_decay != "rank1":
+            raise NotImplementedError(
+                f"gdn_erase, gdn_decay: found {config.gdn_erase!r}, {config.gdn_decay!r}; accepted: 'none', 'rank1' "
+                "(the others are not built yet)"
+            )
+        heads, head_dim, state_dim = config.gdn_heads, config.gdn_head_dim, config.gdn_state_dim
+        self.heads, self.head_dim, self.state_dim = heads, head_dim, state_dim
+        self.conv_size, self.max_decay, self.norm_eps = config.conv_size, config.gdn_max_decay, config.norm_eps
+        value, key = heads * head_dim, heads * state_dim
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.in_proj = nn.Linear(config.dim, 2 * value + 2 * key, bias=False)
+        self.dt_proj = nn.Linear(config.dim, heads, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads, state_dim))
+        self.D = nn.Parameter(torch.empty(heads))
+        taps = max(config.conv_size, 0)
+        self.conv_weight = nn.Parameter(torch.empty(value + 2 * key, taps)) if taps else None
+        self.out_norm = RMSNorm(head_dim, config.norm_eps)
+        self.out_proj = nn.Linear(value, config.dim, bias=False)
+        self.row_blocks = {"in_proj.weight": (value, key, key, value)}
+        self.use_triton: bool | None = None
+        self._use_compile: bool | None = None
+        self._run = self._compute
+
+    @property
+    def use_compile(self) -> bool | None:
+        return self._use_compile
+
+    @use_compile.setter
+    def use_compile(self, on: bool | None) -> None:
+        self.compile_compute() if on else setattr(self, "_run", self._compute)
+        self._use_compile = on
+
+    def compile_compute(self, backend: str = "inductor") -> None:
+        """Run the block's computation through ``torch.compile`` from now on."""
+        self._run = torch.compile(self._compute, fullgraph=True, dynamic=False, backend=backend)
+        self._use_compile = True
+
+    def forward(self, x_BTC: Tensor, layout: DocLayout) -> Tensor:
+        """[B, T, dim] -> [B, T, dim], residual included."""
+        return self._run(x_BTC, layout.doc_ids_BT)
+
+    def _compute(self, x_BTC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        vbc_BTC, z_BTC, g_BTH = self._project(self.norm(x_BTC))
+        if self.conv_weight is not None:
+            vbc_BTC = causal_conv(vbc_BTC, self.conv_weight, doc_ids_BT)
+        o_BTHD = gated_recurrence(
+            *self._split_heads(vbc_BTC),
+            g_BTH,
+            self._bounded_A_log(),
+            D=self.D,
+            doc_ids=doc_ids_BT,
+            max_log_decay=self.max_decay,
+            backend=self._backend(),
+        )
+        return x_BTC + self._output(o_BTHD, z_BTC)
+
+    def _project(self, n_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, key, _, _ = self.row_blocks["in_proj.weight"]
+        vbc, z = self.in_proj(n_BTC).split((value + 2 * key, value), dim=-1)
+        g = torch.sigmoid(self.dt_proj(n_BTC).float() + self.dt_bias.float())
+        return vbc, z, g
+
+    def _split_heads(self, vbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, key, _, _ = self.row_blocks["in_proj.weight"]
+        v, b, c = vbc.split((value, key, key), dim=-1)
+        return (
+            v.unflatten(-1, (self.heads, self.head_dim)),
+            b.unflatten(-1, (self.heads, self.state_dim)),
+            c.unflatten(-1, (self.heads, self.state_dim)),
+        )
+
+    def _bounded_A_log(self) -> Tensor:
+        A_log = self.A_log.float()
+        return A_log if self.max_decay is None else A_log.clamp(max=math.log(self.max_decay))
+
+    def _backend(self) -> Backend:
+        if self.use_triton is None:
+            return "auto"
+        return "triton" if self.use_triton else "torch"
+
+    def _output(self, o: Tensor, z: Tensor) -> Tensor:
+        """Per-head RMSNorm, gate and projection of o [..., H, D], z [..., H*D]."""
+        normed = rms_norm(o, self.out_norm.weight, self.norm_eps).flatten(-2)
+        return self.out_proj(normed * F.silu(z))
+
+    def init_state(self, batch_size: int) -> GDNState:
+        """The state before the first token."""
+        value, key, _, _ = self.row_blocks["in_proj.weight"]
+        device, dtype = self.in_proj.weight.device, self.in_proj.weight.dtype
+        window = torch.zeros(batch_size, max(self.conv_size - 1, 0), value + 2 * key, device=device, dtype=dtype)
+        h = torch.zeros(batch_size, self.heads, self.state_dim, self.head_dim, device=device)
+        return GDNState(window, h)
+
+    def prefill(self, x_BTC: Tensor) -> tuple[Tensor, GDNState]:
+        """The forward pass of one document from its start, and the state after it."""
+        vbc, z_BTC, g_BTH = self._project(self.norm(x_BTC))
+        window = self.init_state(x_BTC.shape[0]).window_BKC
+        taps = window.shape[1]
+        window = torch.cat((window, vbc), dim=1)[:, vbc.shape[1] : vbc.shape[1] + taps]
+        if self.conv_weight is not None:
+            vbc = causal_conv(vbc, self.conv_weight)
+        o_BTHD, h_BHSD = gated_recurrence(
+            *self._split_heads(vbc),
+            g_BTH,
+            self._bounded_A_log(),
+            D=self.D,
+            return_state=True,
+            max_log_decay=self.max_decay,
+            backend=self._backend(),
+        )
+        return x_BTC + self._output(o_BTHD, z_BTC), GDNState(window, h_BHSD)
+
+    def step(self, x_BC: Tensor, state: GDNState) -> tuple[Tensor, GDNState]:
+        """One token: [B, dim] -> [B, dim] and the next state."""
+        vbc, z_BC, g_BH = self._project(self.norm(x_BC))
+        window = state.window_BKC
+        if self.conv_weight is not None:
+            vbc, window = causal_conv_step(vbc, self.conv_weight, window)
+        o_BHD, h_BHSD = gated_recurrence_step(
+            *self._split_heads(vbc), g_BH, self._bounded_A_log(), state.h_BHSD, D=self.D
+        )
+        return x_BC + self._output(o_BHD, z_BC), GDNState(window, h_BHSD)
