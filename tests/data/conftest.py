@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hymo.data import ByteTokenizer, TokenSet
-from hymo.data.cache import _digests
+from hymo.data.prepare import _digests
 from hymo.data.shards import TokenSetWriter
 
 

@@ -1,9 +1,9 @@
 """Text to batches: sources, tokenizers, token shards, the order of samples, and streams of batches."""
 
 from hymo.data.batch import IGNORED, Batch, DocLayout, count_samples, left_over_tokens, make_batch
-from hymo.data.cache import TokenData, cache_folder, prepare
 from hymo.data.loader import BatchStream, Deal, EvalBatches, bits_per_byte
 from hymo.data.order import SampleOrder
+from hymo.data.prepare import TokenData, cache_folder, prepare
 from hymo.data.shards import TokenSet
 from hymo.data.source import DataError, Document, Source, open_source, read_documents
 from hymo.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hymo.data import DataError, TokenSet, cache_folder, prepare
-from hymo.data.cache import _digests
+from hymo.data.prepare import _digests
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 
@@ -203,8 +203,9 @@ def test_without_a_lock_two_builders_do_no_harm(tmp_path, settings, monkeypatch)
             nested.append("begun")
             nested.append(prepare(settings([source])).train.fingerprint)
 
-    monkeypatch.setattr("hymo.data.cache.FileLock", lambda path: contextlib.nullcontext())
-    monkeypatch.setattr("hymo.data.cache.remove_left_over", lambda target: None)
+    module = sys.modules[prepare.__module__]
+    monkeypatch.setattr(module, "FileLock", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(module, "remove_left_over", lambda target: None)
     assert prepare(settings([source]), build_again).train.fingerprint == nested[1]
 
 
