@@ -60,7 +60,7 @@ def test_phases_always_add_up(N, warm, dec):
         warm, dec = 1000 - warm, 1000 - dec
     W, S, D = resolve_phases(N, warm / 1000, None, dec / 1000)
     assert W + S + D == N
-    assert (W, D) == (N * warm // 1000, N * dec // 1000)
+    assert (N * warm // 1000, N * dec // 1000) == (W, D)
 
 
 @pytest.mark.parametrize(
