@@ -111,7 +111,7 @@ def linear_cross_entropy(
     labels_list: Sequence[Tensor],
     *,
     term_weights_K: Tensor | None = None,
-    z_loss: float = 0.0,
+    z_weight: Tensor | float | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums of cross entropy of one head over several hidden tensors.
@@ -121,10 +121,11 @@ def linear_cross_entropy(
         weight_VD: the head.
         labels_list: K int64 tensors [N]; -100 counts for nothing.
         term_weights_K: fp32 [K], the weight that each sum has in the loss, up to a common factor. Given: one gradient
-            of the head in all, and the loss must be ``sum_k term_weights[k] * ce_sum[k] + z_loss * term_weights[0] *
-            z_sum`` up to a factor; any other gets NaN gradients. None: any loss is exact, at the price of one gradient
-            of the head a term.
-        z_loss: weight of ``z_sum`` relative to the main term. 0: ``z_sum`` is for reading only.
+            of the head in all, and the loss must be ``sum_k term_weights[k] * ce_sum[k] + z_weight * z_sum`` up to a
+            factor; any other gets NaN gradients. None: any loss is exact, at the price of one gradient of the head a
+            term.
+        z_weight: weight of ``z_sum`` in that loss (without ``term_weights_K`` any but 0 and None will do). None: 0, and
+            ``z_sum`` is for reading only.
         rows: tokens of a chunk; None = by the device.
 
     Returns:
@@ -139,12 +140,12 @@ def linear_cross_entropy(
         return _LinearCrossEntropy.apply(weight_VD, weights, z_weight, labels, needs_grad, rows, *hidden)
 
     if term_weights_K is not None:
-        weights = term_weights_K.float()
-        return compute(hidden_list, labels_KN, weights, z_loss * weights[0])
+        z = 0 * one[0] if z_weight is None else z_weight * one[0]
+        return compute(hidden_list, labels_KN, term_weights_K.float(), z)
     if not needs_grad:
         return compute(hidden_list, labels_KN, one.expand(len(hidden_list)), 0 * one[0])
     sums = [compute([h], labels_KN[k : k + 1], one, 0 * one[0]) for k, h in enumerate(hidden_list)]
     z_sum = sums[0][1].detach()
-    if z_loss:
+    if z_weight is not None and (isinstance(z_weight, Tensor) or z_weight != 0):
         z_sum = compute(hidden_list[:1], labels_KN[:1], 0 * one, one[0])[1]
     return torch.cat([ce for ce, _ in sums]), z_sum

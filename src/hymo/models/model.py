@@ -19,6 +19,7 @@ from hymo.models.gdn import GatedDeltaNetBlock, GDNState
 from hymo.models.init import initialize_
 from hymo.models.layers import DocLayout, RMSNorm, document_layout, rotary_angles
 from hymo.models.mla import LatentAttention, MLABlock, MLACache
+from hymo.models.moe import DeepSeekMoE
 from hymo.models.mtp import MultiTokenPrediction
 
 
@@ -28,7 +29,7 @@ class ModelOutput(NamedTuple):
     ce_sum_K: fp32, sums of cross entropy in nats over the valid labels of each term (main, depth 1, ...).
     z_sum: fp32, sum of logsumexp(logits)^2 over the main term's valid labels.
     expert_counts_NE: int64, assignments by expert of each expert layer, as routed, filler rows excluded.
-    dropped_N: fp32, share of the assignments over capacity. router_entropy_N: fp32, nats.
+    dropped_N: int64, how many of these were over capacity. router_entropy_N: fp32, nats.
     logit_max_NH: fp32, largest attention logit of each head, trunk layers first, then MTP; None unless tracked.
     """
 
@@ -53,15 +54,15 @@ class LMHead(nn.Module):
         hidden_list: list[Tensor],
         labels_list: list[Tensor],
         term_weights_K: Tensor | None = None,
-        z_loss: float = 0.0,
+        z_weight: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [B, T, dim] and labels [B, T] (-100 = none) of each term -> ce_sum_K, z_sum.
 
-        ``term_weights_K`` and ``z_loss``: see ``kernels.cross_entropy.linear_cross_entropy``.
+        ``term_weights_K`` and ``z_weight``: see ``kernels.cross_entropy.linear_cross_entropy``.
         """
         normed = [self.norm(hidden).flatten(0, -2) for hidden in hidden_list]
         labels = [labels_BT.flatten() for labels_BT in labels_list]
-        return linear_cross_entropy(normed, self.weight, labels, term_weights_K=term_weights_K, z_loss=z_loss)
+        return linear_cross_entropy(normed, self.weight, labels, term_weights_K=term_weights_K, z_weight=z_weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in fp32, [..., V]."""
@@ -101,11 +102,20 @@ class HyMo(nn.Module):
         """The trunk, typed."""
         return list(self.layers)  # type: ignore[arg-type]
 
+    def expert_layers(self) -> list[DeepSeekMoE]:
+        """In the order of ``ModelOutput.expert_counts_NE``."""
+        return [module for module in self.modules() if isinstance(module, DeepSeekMoE)]
+
     def track_logit_max(self, on: bool) -> None:
         """Whether the forward pass also returns each head's largest attention logit (one more product a layer)."""
         for module in self.modules():
             if isinstance(module, LatentAttention):
                 module.track_logit_max = on
+
+    def update_gate_biases(self, counts_NE: Tensor) -> None:
+        """After an update: ``DeepSeekMoE.update_gate_bias`` of every expert layer, by the counts of the whole step."""
+        for moe, counts_E in zip(self.expert_layers(), counts_NE, strict=True):
+            moe.update_gate_bias(counts_E, speed=self.config.gate_bias_speed)
 
     def forward(
         self,
@@ -115,6 +125,7 @@ class HyMo(nn.Module):
         labels_KBT: Tensor | None = None,
         real_B: Tensor | None = None,
         term_weights_K: Tensor | None = None,
+        z_weight: Tensor | float | None = None,
     ) -> Tensor | ModelOutput:
         """Logits without labels, sums of the loss with them.
 
@@ -124,8 +135,9 @@ class HyMo(nn.Module):
             labels_KBT: int64 [K, B, T], -100 = none; K = 1 + the depths to run, and L = T + K - 1 look-ahead inputs.
             real_B: bool [B], False marks filler rows, which are counted in no statistic (mask their labels).
             term_weights_K: fp32 [K], the weights of the sums in the loss, if known beforehand: one gradient of the head
-                instead of one a term. The loss must then be (ce_sum_K * term_weights_K).sum() + config.z_loss *
-                term_weights_K[0] * z_sum, or a multiple of it; any other gets NaN gradients.
+                instead of one a term. The loss must then be (ce_sum_K * term_weights_K).sum() + z_weight * z_sum, or
+                a multiple of it; any other gets NaN gradients.
+            z_weight: None = config.z_loss * term_weights_K[0].
 
         Returns:
             logits_BTV fp32 with T = L, or a ModelOutput.
@@ -139,7 +151,9 @@ class HyMo(nn.Module):
                 f"at most 1 + mtp_depth = {1 + self.config.mtp_depth}, and tokens of length T + K - 1"
             )
         trunk = self._hidden(tokens_BL, doc_ids_BL, real_B, terms - 1)
-        ce_sum_K, z_sum = self.head(trunk.hidden_list, list(labels_KBT), term_weights_K, self.config.z_loss)
+        if z_weight is None:
+            z_weight = self.config.z_loss * (1.0 if term_weights_K is None else term_weights_K[0])
+        ce_sum_K, z_sum = self.head(trunk.hidden_list, list(labels_KBT), term_weights_K, z_weight)
         return ModelOutput(ce_sum_K, z_sum, *trunk.stats)
 
     def forward_with_hidden(self, tokens_BL: Tensor, doc_ids_BL: Tensor | None = None) -> list[Tensor]:
@@ -170,7 +184,7 @@ class HyMo(nn.Module):
     def _stack(self, moe_stats: list, logit_max: list[Tensor]) -> tuple:
         device = self.head.weight.device
         counts = torch.zeros(0, self.config.n_routed, dtype=torch.int64, device=device)
-        dropped = entropy = torch.zeros(0, device=device)
+        dropped, entropy = counts[:, 0], torch.zeros(0, device=device)
         if moe_stats:
             counts, dropped, entropy = (torch.stack(parts) for parts in zip(*moe_stats, strict=True))
         return counts, dropped, entropy, torch.stack(logit_max) if logit_max else None

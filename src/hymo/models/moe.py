@@ -23,8 +23,8 @@ from hymo.models.layers import swiglu
 class MoEStats(NamedTuple):
     """Of the real tokens of one forward pass (filler rows excluded); no gradients.
 
-    counts_E: int64, assignments by expert as routed (before any drop). dropped: fp32 share of the assignments that were
-    over capacity. entropy: fp32 mean entropy of the router's distribution in nats.
+    counts_E: int64, assignments by expert as routed, before any drop. dropped: int64, how many of them were over
+    capacity. entropy: fp32 mean entropy of the router's distribution in nats.
     """
 
     counts_E: Tensor
@@ -108,7 +108,7 @@ class DeepSeekMoE(nn.Module):
         logits_NE = self.gate_forward(x_NC)
         routing = self.route(logits_NE)
         counts_E = self._count(routing.ids_NK, real_N)
-        dropped = logits_NE.new_zeros(())
+        dropped = counts_E.new_zeros(())
         if self.capacity_factor is not None and self.training:
             routing, dropped = self._limit(routing, self.capacity_factor, real_N)
         y_NC = self._routed(x_NC, routing) + self._shared(x_NC)
@@ -133,7 +133,7 @@ class DeepSeekMoE(nn.Module):
         return (ids_NK.flatten()[:, None] == torch.arange(self.n_routed, device=ids_NK.device)).sum(0)
 
     def _limit(self, routing: Routing, factor: float, real_N: Tensor | None) -> tuple[Routing, Tensor]:
-        """Set the weight of assignments over an expert's capacity to 0; also the dropped share of real assignments.
+        """Set the weight of assignments over an expert's capacity to 0; also the number of dropped real ones.
 
         An expert keeps max(int(capacity_factor * N * K / E), 1) assignments: those of the largest weight, or with
         ``drop: first`` those that come first in the batch (the original notes' rule). Filler tokens never displace
@@ -151,8 +151,7 @@ class DeepSeekMoE(nn.Module):
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
         rank = torch.arange(ids.numel(), device=ids.device) - starts[ids[order]]
         kept = torch.empty_like(real).scatter_(0, order, rank < capacity)
-        dropped = (real & ~kept).sum() / real.sum().clamp(min=1)
-        return Routing(routing.ids_NK, routing.weights_NK * kept.view_as(routing.ids_NK)), dropped
+        return Routing(routing.ids_NK, routing.weights_NK * kept.view_as(routing.ids_NK)), (real & ~kept).sum()
 
     def _routed(self, x_NC: Tensor, routing: Routing) -> Tensor:
         """Sort the assignments by expert, two grouped products, weighted sum back in token order."""
