@@ -1,0 +1,277 @@
+"""NorMuon: Muon with a second moment a row, fp32 state and cautious weight decay.
+
+For each matrix, in this order: momentum (EMA; Nesterov) -> orthogonalize -> second moment of the rows -> rescale to the
+norm from before -> shape scale -> update with decay. Plain Muon is the same without the second moment.
+Sources: Muon (Keller Jordan); NorMuon, arXiv 2510.05491; cautious weight decay, arXiv 2510.12402.
+
+N = matrices of one shape in a batch, m = rows, n = columns.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hymo.optim.base import (
+    Algorithm,
+    Group,
+    GroupedOptimizer,
+    check_choice,
+    check_number,
+    gradient,
+    group_name,
+    local,
+    register,
+    state_dtype,
+    target,
+)
+from hymo.optim.matrices import Block, blocks_of, check_row_blocks
+from hymo.optim.orthogonalize import Orthogonalizer, get_orthogonalizer, orthogonalize, wire_dtype
+from hymo.optim.presets import PRESETS, apply_preset
+from hymo.optim.update import (
+    AXES,
+    DECAYS,
+    MASKS,
+    SCALES,
+    apply_update,
+    inverse_root,
+    lerp_second_moment,
+    rescale_factor,
+    shape_scale,
+    statistic_axis,
+)
+
+_DEFAULT_LR = 0.02  # compared by identity, so that a rate of 0.02 that was passed counts as passed
+BATCH_ELEMENTS = 1 << 26  # matrices orthogonalized together: bounds the temporaries
+
+DEFAULTS = {
+    "momentum": 0.95,
+    "betas": (0.95, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "cautious_wd": True,
+    "ns_iterations": 5,
+    "nesterov": True,
+    "orthogonalize": "polar_express",
+    "dtype": "auto",
+    "scale": "original",
+    "normalize": True,
+    "axis": "row",
+    "mask": "update",
+    "decay": "lr",
+    "row_blocks": None,
+}
+
+
+class NorMuon(GroupedOptimizer):
+    """The published NorMuon for parameters of shape [m, n] or [E, m, n] (E matrices).
+
+    betas = (momentum, decay rate of the row second moment); `momentum` must equal betas[0]. eps is added outside the
+    root. orthogonalize: a name of `orthogonalize.REGISTRY` or an `Orthogonalizer`; ns_iterations its steps; dtype its
+    products'. scale: `original` (goes with lr 0.02), `match_rms_adamw` and `fixed_rms` (need an lr of AdamW's size),
+    `spectral`, `grad_norm`, `none`. normalize=False is Muon. axis: `row`, or `long` = average over the longer side.
+    mask: whose sign decides on decay. decay `lr_squared` decays by lr^2 * weight_decay. preset: `presets.PRESETS`,
+    e.g. `paper`. A group with `row_blocks=(r1, r2, ...)` holds fused weights: each block of rows is its own matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = _DEFAULT_LR,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        cautious_wd: bool = True,
+        ns_iterations: int = 5,
+        *,
+        nesterov: bool = True,
+        orthogonalize: str | Orthogonalizer = "polar_express",
+        dtype: str = "auto",
+        scale: str = "original",
+        normalize: bool = True,
+        axis: str = "row",
+        mask: str = "update",
+        decay: str = "lr",
+        preset: str | None = None,
+    ):
+        given: dict[str, Any] = dict(
+            DEFAULTS,
+            momentum=momentum,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            cautious_wd=cautious_wd,
+            ns_iterations=ns_iterations,
+            nesterov=nesterov,
+            orthogonalize=orthogonalize,
+            dtype=dtype,
+            scale=scale,
+            normalize=normalize,
+            axis=axis,
+            mask=mask,
+            decay=decay,
+        )
+        if preset is not None:
+            given = apply_preset(preset, given, DEFAULTS)
+        lr = _resolve_rate(lr, given["scale"], preset)
+        super().__init__(params, dict(given, lr=lr, algorithm="normuon" if given["normalize"] else "muon"))
+
+
+def _resolve_rate(lr: float | Tensor, scale: str, preset: str | None) -> float | Tensor:
+    if lr is not _DEFAULT_LR:
+        return lr
+    if preset is not None and PRESETS[preset]["lr"] is not None:
+        return PRESETS[preset]["lr"]
+    if scale in ("match_rms_adamw", "fixed_rms"):
+        raise ValueError(
+            f"lr: must be given with scale {scale!r} (of AdamW's size, about 3e-4 to 3e-3; 0.02 is far too much)"
+        )
+    return lr
+
+
+def _check(group: Group) -> None:
+    check_number(group, "momentum", 0.0, 1.0)
+    for key in ("eps", "weight_decay"):
+        check_number(group, key, 0.0)
+    for key, accepted in (("scale", SCALES), ("axis", AXES), ("mask", MASKS), ("decay", DECAYS)):
+        check_choice(group, key, accepted)
+    betas = group["betas"] = tuple(group["betas"])
+    if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
+        raise ValueError(f"betas: found {betas!r}, accepted: two numbers from 0 below 1")
+    if group["momentum"] != betas[0]:
+        raise ValueError(f"betas: found betas[0] {betas[0]} and momentum {group['momentum']}, accepted: equal values")
+    if group["normalize"] != (group["algorithm"] == "normuon"):
+        raise ValueError(f"normalize: found {group['normalize']} in a {group['algorithm']} group")
+    group["row_blocks"] = tuple(group["row_blocks"]) if group["row_blocks"] is not None else None
+    group_orthogonalizer(group)
+    for i, param in enumerate(group["params"]):
+        check_row_blocks(param.shape, group["row_blocks"], group_name(group, i))
+    if group["scale"] == "grad_norm":
+        warnings.warn(
+            "scale='grad_norm' multiplies the update by the gradient's norm: at lr 0.02 it barely trains", stacklevel=5
+        )
+
+
+def group_orthogonalizer(group: Group) -> Orthogonalizer:
+    dtype = None if group["dtype"] == "auto" else group["dtype"]
+    return get_orthogonalizer(group["orthogonalize"], group["ns_iterations"], dtype)
+
+
+def _state(param: Tensor, group: Group) -> dict[str, Tensor]:
+    """`momentum` like the parameter; `second_moment` [..., m, 1] and, where columns are averaged, its columns' form."""
+    dtype = state_dtype(param)
+    state = {"momentum": torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format).detach()}
+    if group["algorithm"] == "normuon":
+        *lead, m, n = param.shape
+        rows = group["row_blocks"] or (m,)
+        axes = {statistic_axis(group["axis"], r, n) for r in rows}
+        if -1 in axes:
+            state["second_moment"] = torch.zeros(*lead, m, 1, dtype=dtype, device=param.device)
+        if -2 in axes:
+            state["second_moment_columns"] = torch.zeros(*lead, len(rows), n, dtype=dtype, device=param.device)
+    return state
+
+
+@dataclass
+class _Item:
+    """One matrix of this step: where it lives, and its updated momentum."""
+
+    block: Block
+    state: dict[str, Tensor]
+    weight: Tensor  # view to update
+    update: Tensor  # view of the momentum's output
+    grad: Tensor
+
+
+def muon_step(optimizer: GroupedOptimizer, groups: list[Group]) -> None:
+    for group in groups:
+        params = [p for p in group["params"] if p.grad is not None and p.numel()]
+        if params:
+            _group_step([(p, optimizer.state[p]) for p in params], group)
+
+
+def _group_step(params: list[tuple[Tensor, dict[str, Tensor]]], group: Group) -> None:
+    weights = [target(p, s) for p, s in params]
+    grads = [gradient(p, w.dtype) for (p, _), w in zip(params, weights, strict=True)]
+    updates = momentum_updates([local(s["momentum"]) for _, s in params], grads, group)
+    batches: dict[tuple[int, int], list[_Item]] = {}
+    for (p, s), w, u, g in zip(params, weights, updates, grads, strict=True):
+        for block in blocks_of(p.shape, group["row_blocks"]):
+            item = _Item(block, s, block.of(w), block.of(u), block.of(g))
+            batches.setdefault(block.shape, []).append(item)
+    record = group_orthogonalizer(group)
+    for (m, n), items in batches.items():
+        size = max(1, BATCH_ELEMENTS // (m * n))
+        for start in range(0, len(items), size):
+            _batch_step(items[start : start + size], m, n, group, record)
+    for (p, s), w in zip(params, weights, strict=True):
+        if "master" in s:
+            local(p).copy_(w)
+
+
+def momentum_updates(momenta: list[Tensor], grads: list[Tensor], group: Group) -> list[Tensor]:
+    """M <- bM + (1 - b)G in place; returns M, or (1 - b)G + bM with Nesterov."""
+    beta = group["momentum"]
+    torch._foreach_lerp_(momenta, grads, 1.0 - beta)
+    return list(torch._foreach_lerp(grads, momenta, beta)) if group["nesterov"] else momenta
+
+
+def _batch_step(items: list[_Item], m: int, n: int, group: Group, record: Orthogonalizer) -> None:
+    u_Nmn = torch.stack([item.update for item in items])
+    state_type = u_Nmn.dtype
+    o_Nmn = orthogonalize(u_Nmn.to(wire_dtype(record, u_Nmn)), record).to(state_type)
+    grad_norm = None
+    if group["scale"] == "grad_norm":
+        grad_norm = torch.stack([torch.linalg.vector_norm(i.grad.double()) for i in items])
+    before = _norms(o_Nmn)
+    after = before
+    if group["algorithm"] == "normuon":
+        o_Nmn = _normalise(o_Nmn, [_second_moment(i, m, n, group) for i in items], m, n, group)
+        after = _norms(o_Nmn)
+    factor = rescale_factor(group["scale"], shape_scale(group["scale"], m, n), before, after, grad_norm)
+    o_Nmn.mul_(factor.to(state_type)[:, None, None])
+    weights = [item.weight for item in items]
+    w_Nmn = torch.stack(weights)
+    lr = group["lr"]
+    decay = group["weight_decay"] * (lr if group["decay"] == "lr_squared" else 1.0)
+    apply_update(w_Nmn, o_Nmn, lr, decay, _mask_source(items, o_Nmn, group))
+    torch._foreach_copy_(weights, list(w_Nmn.unbind()))
+
+
+def _norms(x_Nmn: Tensor) -> Tensor:
+    """Frobenius norms [N], summed in float64 so that the order of the sum does not show."""
+    return x_Nmn.square().sum(-1, dtype=torch.float64).sum(-1).sqrt()
+
+
+def _second_moment(item: _Item, m: int, n: int, group: Group) -> Tensor:
+    if statistic_axis(group["axis"], m, n) == -1:
+        return item.block.of(item.state["second_moment"])
+    return item.block.of_columns(item.state["second_moment_columns"])
+
+
+def _normalise(o_Nmn: Tensor, moments: list[Tensor], m: int, n: int, group: Group) -> Tensor:
+    """O / (sqrt(v) + eps), after v was updated in place."""
+    axis = statistic_axis(group["axis"], m, n)
+    v_N = torch.stack(moments)
+    squares = o_Nmn.square().sum(axis, keepdim=True)
+    lerp_second_moment(v_N, squares, o_Nmn.shape[axis], group["betas"][1])
+    torch._foreach_copy_(moments, list(v_N.unbind()))
+    return o_Nmn * inverse_root(v_N, group["eps"])
+
+
+def _mask_source(items: list[_Item], u_Nmn: Tensor, group: Group) -> Tensor | None:
+    if not group["cautious_wd"]:
+        return None
+    if group["mask"] == "update":
+        return u_Nmn
+    if group["mask"] == "grad":
+        return torch.stack([item.grad for item in items])
+    return torch.stack([item.block.of(local(item.state["momentum"])) for item in items])
+
+
+register(Algorithm("normuon", DEFAULTS, _check, _state, muon_step))
+register(Algorithm("muon", DEFAULTS | {"normalize": False}, _check, _state, muon_step))
