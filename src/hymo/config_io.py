@@ -95,7 +95,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             value = _yaml().load(text) if text else ""
         except YAMLError:
             value = text
-        out = merge(out, {section: {key: value}})
+        out.setdefault(section, {})[key] = value
     if faults:
         raise ConfigError(faults)
     return out

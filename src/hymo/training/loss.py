@@ -34,11 +34,15 @@ class PretrainingLoss:
     mtp_weights: Sequence[float] = ()
     z_loss: float = 0.0
 
-    def __call__(self, output: ModelOutput, valid_K: Tensor) -> tuple[Tensor, Tensor]:
+    def term_weights(self, valid_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the sums ``ce_sum_K`` and ``z_sum`` in the loss: the head wants them before its backward."""
         denominators_K = valid_K.clamp(min=1).to(torch.float32)
-        means_K = output.ce_sum_K / denominators_K
-        weights_K = means_K.new_tensor([1.0, *self.mtp_weights])
-        total = (weights_K * means_K).sum()
+        weights_K = denominators_K.new_tensor([1.0, *self.mtp_weights]) / denominators_K
+        return weights_K, self.z_loss / denominators_K[0]
+
+    def __call__(self, output: ModelOutput, valid_K: Tensor) -> tuple[Tensor, Tensor]:
+        weights_K, z_weight = self.term_weights(valid_K)
+        total = (weights_K * output.ce_sum_K).sum()
         if self.z_loss:
-            total = total + self.z_loss * output.z_sum / denominators_K[0]
-        return total, means_K.detach()
+            total = total + z_weight * output.z_sum
+        return total, output.ce_sum_K.detach() / valid_K.clamp(min=1)

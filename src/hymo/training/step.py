@@ -15,7 +15,7 @@ from hymo.data.batch import Batch
 from hymo.distributed import reduce
 from hymo.models.model import HyMo, ModelOutput
 from hymo.optim.build import Optimizers
-from hymo.training.loss import Loss
+from hymo.training.loss import Loss, PretrainingLoss
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Gradients:
     counts_NE: Tensor  # tokens each expert received on this rank, int64
     dropped_N: Tensor  # assignments dropped over capacity on this rank
     entropy_N: Tensor  # router entropy, mean over micro-batches
-    logit_max_LH: Tensor | None  # largest attention logit by layer and head, where it is tracked
+    logit_max_NH: Tensor | None  # largest attention logit by layer and head, where it is tracked
 
 
 def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss: Loss, valid_K: Tensor) -> Gradients:
@@ -59,11 +59,13 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
     (facebookresearch/mmf#1073). At most one micro-batch's graph is alive at a time.
     """
     ranks = reduce.world_size()
+    weights = loss.term_weights(valid_K) if isinstance(loss, PretrainingLoss) else None
     sums: Gradients | None = None
     for batch in micro_batches:
         output: ModelOutput = model(
-            batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B
-        )
+            batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
+            term_weights_K=None if weights is None else weights[0] * ranks, z_weight=None if weights is None else weights[1] * ranks,
+        )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
         sums = _add(sums, total.detach(), means_K, output, len(micro_batches))
@@ -73,7 +75,7 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
 
 def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOutput, n: int) -> Gradients:
     entropy_N = output.router_entropy_N.detach() / n
-    logit_max = None if output.logit_max_LH is None else output.logit_max_LH.detach()
+    logit_max = None if output.logit_max_NH is None else output.logit_max_NH.detach()
     if sums is None:
         return Gradients(
             total, means_K, output.expert_counts_NE.detach(), output.dropped_N.detach(), entropy_N, logit_max
@@ -83,8 +85,8 @@ def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOu
     sums.counts_NE = sums.counts_NE + output.expert_counts_NE.detach()
     sums.dropped_N = sums.dropped_N + output.dropped_N.detach()
     sums.entropy_N = sums.entropy_N + entropy_N
-    if logit_max is not None and sums.logit_max_LH is not None:
-        sums.logit_max_LH = torch.maximum(sums.logit_max_LH, logit_max)
+    if logit_max is not None and sums.logit_max_NH is not None:
+        sums.logit_max_NH = torch.maximum(sums.logit_max_NH, logit_max)
     return sums
 
 
@@ -125,10 +127,10 @@ def attempt_update(
     counts_NE = reduce.sum_across(gradients.counts_NE)
     model.update_gate_biases(counts_NE)
     metrics |= _router_metrics(counts_NE, reduce.sum_across(gradients.dropped_N), gradients.entropy_N)
-    if gradients.logit_max_LH is not None:
-        logit_max_LH = reduce.max_across(gradients.logit_max_LH)
-        optimizers.clip_qk(model, logit_max_LH)
-        metrics["attention_logit_max"] = float(logit_max_LH.max())
+    if gradients.logit_max_NH is not None:
+        logit_max_NH = reduce.max_across(gradients.logit_max_NH)
+        optimizers.clip_qk(model, logit_max_NH)
+        metrics["attention_logit_max"] = float(logit_max_NH.max())
     return result
 
 
