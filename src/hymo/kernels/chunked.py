@@ -64,9 +64,11 @@ class ChunkedRecurrence(torch.autograd.Function):
     def forward(ctx: Any, v, b, c, g, A_log, D, h0, doc_ids, leaf: bool) -> tuple[Tensor, Tensor]:
         T, C = v.shape[1], LEAF_CHUNK if leaf else DYADIC_CHUNK
         a_HS = -A_log.exp()
-        V, Bc, Cc = (to_chunks(x, C) for x in (v, b, c))
-        g_NBHC = to_chunks(g[..., None], C).squeeze(-1)
-        docs = None if doc_ids is None else document_masks(doc_ids, C)
+        V, Bc, Cc, g_NBHC = (to_chunks(x, C) for x in (v, b, c, g[..., None]))
+        V, g_NBHC = V.contiguous(), g_NBHC.squeeze(-1).contiguous()
+        if not leaf:  # the leaf form reads b and c once, and that can be in any layout
+            Bc, Cc = Bc.contiguous(), Cc.contiguous()
+        docs = None if doc_ids is None else document_masks(doc_ids, C, v.dtype)
         scores = (leaf_scores if leaf else dyadic_scores)(Bc, Cc, g_NBHC, a_HS, docs)
         if D is not None:
             scores.P.diagonal(dim1=-2, dim2=-1).add_(D[:, None])  # o += D v, as one more diagonal of P
@@ -81,7 +83,7 @@ class ChunkedRecurrence(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dhT: Tensor) -> tuple[Tensor | None, ...]:
         V, Bc, Cc, g_NBHC, a_HS, states, *saved = ctx.saved_tensors
         scores = Scores(*saved)
-        dO = to_chunks(do, V.shape[-2])
+        dO = to_chunks(do, V.shape[-2]).contiguous()
         dstates = scan_backward(scores, dO, dhT)
         dV = add_products(scores.P.mT, dO, scores.B_out, dstates[1:])
         dP = dO @ V.mT
@@ -99,12 +101,12 @@ class ChunkedRecurrence(torch.autograd.Function):
 
 
 def to_chunks(x_BTHX: Tensor, C: int) -> Tensor:
-    """[B,T,H,X] -> contiguous [N,B,H,C,X], zeros after the last token (zeros in b, v and g change nothing)."""
+    """[B,T,H,X] -> [N,B,H,C,X], a view if C divides T; zeros after the last token (in b, v, g they change nothing)."""
     B, T, H, X = x_BTHX.shape
     pad = -T % C
     if pad:
         x_BTHX = torch.nn.functional.pad(x_BTHX, (0, 0, 0, 0, 0, pad))
-    return x_BTHX.reshape(B, -1, C, H, X).permute(1, 0, 3, 2, 4).contiguous()
+    return x_BTHX.reshape(B, -1, C, H, X).permute(1, 0, 3, 2, 4)
 
 
 def from_chunks(x_NBHCX: Tensor, T: int) -> Tensor:
@@ -114,7 +116,7 @@ def from_chunks(x_NBHCX: Tensor, T: int) -> Tensor:
     return x_BTHX if N * C == T else x_BTHX[:, :T].contiguous()
 
 
-def document_masks(doc_ids_BT: Tensor, C: int) -> DocMasks:
+def document_masks(doc_ids_BT: Tensor, C: int, dtype: torch.dtype) -> DocMasks:
     """The masks for documents that may start anywhere; shapes do not depend on where, and nothing waits for a value."""
     B, T = doc_ids_BT.shape
     start = torch.nn.functional.pad(document_starts(doc_ids_BT), (0, -T % C))
@@ -122,7 +124,9 @@ def document_masks(doc_ids_BT: Tensor, C: int) -> DocMasks:
     start, ids = (x.reshape(B, -1, 1, C).transpose(0, 1) for x in (start, ids))
     before = torch.cat([ids[:1, ..., :1], ids[:-1, ..., -1:]], 0)
     last = ids[..., -1:]
-    return DocMasks(start, ids[..., :, None] == ids[..., None, :], ids == before, ids == last, last == before)
+    same = ids[..., :, None] == ids[..., None, :]
+    sums = (same & ~start[..., None, :]).squeeze(2).to(dtype).tril_()
+    return DocMasks(start, same, sums, ids == before, ids == last, last == before)
 
 
 def add_products(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
@@ -133,8 +137,10 @@ def add_products(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
 
 def scan_forward(scores: Scores, V_NBHCD: Tensor, h0_BHSD: Tensor | None) -> Tensor:
     """States at all chunk starts and at the end, [N+1,B,H,S,D]."""
-    own = scores.B_out.mT @ V_NBHCD
-    states = torch.cat([torch.zeros_like(own[:1]) if h0_BHSD is None else h0_BHSD[None], own])
+    N, B, H, _, D = V_NBHCD.shape
+    states = V_NBHCD.new_empty(N + 1, B, H, scores.through.shape[-1], D)
+    states[0] = 0.0 if h0_BHSD is None else h0_BHSD
+    torch.bmm(scores.B_out.mT.flatten(0, 2), V_NBHCD.flatten(0, 2), out=states[1:].flatten(0, 2))
     for n, decay in enumerate(scores.through[..., None].unbind()):
         states[n + 1].addcmul_(decay, states[n])
     return states
@@ -142,8 +148,10 @@ def scan_forward(scores: Scores, V_NBHCD: Tensor, h0_BHSD: Tensor | None) -> Ten
 
 def scan_backward(scores: Scores, dO_NBHCD: Tensor, dhT_BHSD: Tensor) -> Tensor:
     """Gradients of the states that ``scan_forward`` returns."""
-    own = scores.C_in.mT @ dO_NBHCD
-    dstates = torch.cat([own, dhT_BHSD[None]])
+    N, B, H, _, D = dO_NBHCD.shape
+    dstates = dO_NBHCD.new_empty(N + 1, B, H, scores.through.shape[-1], D)
+    dstates[N] = dhT_BHSD
+    torch.bmm(scores.C_in.mT.flatten(0, 2), dO_NBHCD.flatten(0, 2), out=dstates[:N].flatten(0, 2))
     for n, decay in reversed(list(enumerate(scores.through[..., None].unbind()))):
         dstates[n].addcmul_(decay, dstates[n + 1])
     return dstates

@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 
 
 class DocMasks(NamedTuple):
-    """What document boundaries cut, on a fixed chunk grid: bool [N,B,1,C(,K)], the same for all heads."""
+    """What document boundaries cut, on a fixed chunk grid: bool [N,B,1,C(,K)], alike for all heads."""
 
     start: Tensor  # [..,C] first token of a document (but of a row's first)
     same: Tensor  # [..,C,K] pairs inside one document
+    sums: Tensor  # [N,B,C,K] float: the tokens between a document's start (or the chunk's) and each token
     see: Tensor  # [..,C] tokens whose document owns the state at the chunk's start
     reach: Tensor  # [..,C] tokens whose document goes on to the chunk's end
     through: Tensor  # [..,1] the document of the chunk's start goes on to its end
@@ -27,7 +28,7 @@ class Scores(NamedTuple):
     C_in: Tensor  # [N,B,H,C,S] c times the decay from the chunk's start
     B_out: Tensor  # [N,B,H,C,S] b times the decay to the chunk's end
     through: Tensor  # [N,B,H,S] decay over the whole chunk
-    L: Tensor  # [N,B,H,C,S] leaf form: the decay from the chunk's start, documents ignored; dyadic form: empty
+    L: Tensor  # [N,B,H,C,S] leaf form: exp(a G) with G of ``decay_sums``; dyadic form: empty
     B_start: Tensor  # [N,B,H,C,S] leaf form: b over L; dyadic form: empty
 
 
@@ -39,6 +40,11 @@ def tail_sums(x_NBHC: Tensor) -> Tensor:
 def head_sums(x_NBHC: Tensor) -> Tensor:
     """sum_{u<t} x_u inside a chunk."""
     return pad(x_NBHC[..., :-1], (1, 0)).cumsum(-1)
+
+
+def decay_sums(g_NBHC: Tensor, docs: DocMasks | None) -> Tensor:
+    """G_t = sum_{u<=t} g_u from the chunk's start or, inside a chunk, the own document's: no other's bits."""
+    return g_NBHC.cumsum(-1) if docs is None else g_NBHC @ docs.sums.mT
 
 
 def over_states(y_NBHCS: Tensor, a_HS: Tensor) -> Tensor:
@@ -56,8 +62,8 @@ def over_tokens(e_NBHC: Tensor, y_NBHCS: Tensor) -> Tensor:
 
 def leaf_scores(B: Tensor, C: Tensor, g_NBHC: Tensor, a_HS: Tensor, docs: DocMasks | None) -> Scores:
     """P = (C . L)(B / L)^T below the diagonal; the caller vouches that 1 / L is finite."""
-    L = torch.mul(g_NBHC.cumsum(-1)[..., None], a_HS[:, None]).exp_()
-    C_in, B_start, through = C * L, B / L, L[..., -1, :]
+    L = torch.mul(decay_sums(g_NBHC, docs)[..., None], a_HS[:, None]).exp_()
+    C_in, B_start, through = L * C, L.reciprocal().mul_(B), L[..., -1, :]  # L first: its layout is the result's
     P = (C_in @ B_start.mT).tril_()
     B_out = B_start * through[..., None, :]
     if docs is not None:
@@ -85,15 +91,16 @@ def leaf_backward(
     if docs is not None:
         dP.masked_fill_(~docs.same, 0.0)
         dC_in, dB_out = dC_in.mul_(docs.see[..., None]), dB_out.mul_(docs.reach[..., None])
-        C_leaf = C * L
+        C_leaf = L * C
     dC_leaf = dC_in.flatten(0, 2).baddbmm_(dP.flatten(0, 2), B_start.flatten(0, 2)).view_as(dC_in)
     dB_start = dP.mT @ C_leaf
     x = torch.mul(C_leaf, dC_leaf).addcmul_(B_start, dB_start, value=-1)  # factors exp(a G_t) and exp(-a G_t)
     y = B_out * dB_out  # factors exp(a tail_t)
     z_NBHS = through * dthrough_NBHS  # the factor exp(a G_C)
-    G_NBHC = g_NBHC.cumsum(-1)
+    G_NBHC = decay_sums(g_NBHC, docs)
     xa, ya, za = over_states(x, a_HS), over_states(y, a_HS), (z_NBHS * a_HS).sum(-1)
-    dg_NBHC = tail_sums(xa) + xa + head_sums(ya) + za[..., None]
+    dG_NBHC = tail_sums(xa) + xa if docs is None else xa @ docs.sums
+    dg_NBHC = dG_NBHC + head_sums(ya) + za[..., None]
     da_HS = over_tokens(G_NBHC, x) + over_tokens(tail_sums(g_NBHC), y) + (G_NBHC[..., -1:] * z_NBHS).sum((0, 1))
     dB = dB_start.addcmul_(L[..., -1:, :], dB_out).div_(L)
     return dC_leaf.mul_(L), dB, dg_NBHC, da_HS

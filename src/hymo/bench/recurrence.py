@@ -1,0 +1,205 @@
+"""``hymo bench recurrence``: providers of the recurrence side by side, with the error against float64 beside each time.
+
+    python -m hymo.bench.recurrence [--shape B,T,H,D,S] [--dtype float32] [--providers loop,chunked,...]
+
+Each provider is checked before it is timed, on a shorter sequence of the same distribution, against the loop in
+float64 (RMS error over RMS). Times are medians. Bytes are the least that any implementation must move: each input
+read once and each output written once, in the forward and in the backward pass.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hymo.bench.recurrence_cases import relative_error
+from hymo.kernels.recurrence import Backend, gated_recurrence
+
+CHECK_TOKENS = 256
+LEAF_BOUND = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: sizes, the dtype of v, b, c, and the bound on a step's log-decay (None: any decay)."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    S: int
+    dtype: torch.dtype
+    device: str
+    max_log_decay: float | None = None
+
+    def bytes_forward(self) -> int:
+        """v, b, c, g read once, o written once."""
+        tokens = self.B * self.T * self.H
+        return tokens * ((2 * self.D + 2 * self.S) * self.dtype.itemsize + 4)
+
+    def bytes_both(self) -> int:
+        """Those, and in the backward pass v, b, c, g, do read and dv, db, dc, dg written."""
+        tokens = self.B * self.T * self.H
+        return self.bytes_forward() + tokens * ((3 * self.D + 4 * self.S) * self.dtype.itemsize + 8)
+
+    def inputs(self, T: int | None = None) -> list[Tensor]:
+        """v, b, c, g, A_log. Bounded: rates log-uniform in [0.25, 4]; unbounded: head h forgets at rate h."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        B, T, H = self.B, T or self.T, self.H
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=self.device, generator=generator)
+
+        v, b, c = normal(B, T, H, self.D), normal(B, T, H, self.S) / self.S**0.5, normal(B, T, H, self.S)
+        if self.max_log_decay is None:
+            A_log = torch.arange(1, H + 1, device=self.device).float().log()[:, None].expand(H, self.S).contiguous()
+        else:
+            A_log = torch.empty(H, self.S, device=self.device).uniform_(-1.386, 1.386, generator=generator)
+        return [*(x.to(self.dtype) for x in (v, b, c)), normal(B, T, H).sigmoid(), A_log]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one provider did on one case; an error message instead of numbers if it could not."""
+
+    provider: str
+    error: float = float("nan")
+    gradient_error: float = float("nan")
+    forward_ms: float = float("nan")
+    both_ms: float = float("nan")
+    failure: str = ""
+
+
+def providers(case: Case) -> dict[str, Callable[..., Tensor]]:
+    """Name -> function of (v, b, c, g, A_log) on this case's device."""
+
+    def ours(backend: Backend) -> Callable[..., Tensor]:
+        return lambda *xs: gated_recurrence(*xs, max_log_decay=case.max_log_decay, backend=backend)
+
+    found = {"loop": ours("loop"), "chunked": ours("torch")}
+    if case.device == "cuda":
+        found |= {"chunked-compiled": torch.compile(ours("torch")), "triton": ours("triton")}
+        try:
+            from fla.ops.gla import chunk_gla
+        except Exception:  # not installed, or it fails to import with this Triton
+            return found
+
+        def fla(v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor) -> Tensor:
+            return chunk_gla(c, b, v, -g[..., None] * A_log.exp(), scale=1.0)[0]
+
+        found["fla-chunk_gla"] = fla
+    return found
+
+
+def measure(function: Callable[[], object], device: str, seconds: float = 1.0) -> float:
+    """Median milliseconds: events on CUDA, the wall clock elsewhere; the first calls are not counted."""
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(function, warmup=50, rep=200, return_mode="median")
+    for _ in range(3):
+        function()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < seconds and len(times) < 50):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def check(function: Callable[..., Tensor], case: Case) -> tuple[float, float]:
+    """Error of the output, and the largest error of a gradient, against the loop in float64."""
+    inputs = case.inputs(min(case.T, CHECK_TOKENS))
+    results = []
+    for op, leaves in (
+        (function, [x.clone().requires_grad_() for x in inputs]),
+        (lambda *xs: gated_recurrence(*xs, backend="loop"), [x.double().requires_grad_() for x in inputs]),
+    ):
+        o = op(*leaves)
+        generator = torch.Generator(case.device).manual_seed(1)
+        do = torch.randn(o.shape, device=case.device, generator=generator).to(case.dtype).to(o.dtype)
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    errors = [relative_error(x, reference) for x, reference in zip(*results, strict=True)]
+    return errors[0], max(errors[1:])
+
+
+def time_op(function: Callable[..., Tensor], case: Case) -> tuple[float, float]:
+    """Milliseconds of a forward pass, and of a forward and a backward pass."""
+    leaves = [x.requires_grad_() for x in case.inputs()]
+    do = torch.randn_like(leaves[0])
+    with torch.no_grad():
+        forward_ms = measure(lambda: function(*leaves), case.device)
+    return forward_ms, measure(lambda: torch.autograd.grad(function(*leaves), leaves, do), case.device)
+
+
+def run_case(case: Case, names: Sequence[str]) -> list[Row]:
+    """Check and time the named providers (all, if none is named)."""
+    rows = []
+    for name, function in providers(case).items():
+        if names and name not in names:
+            continue
+        try:
+            rows.append(Row(name, *check(function, case), *time_op(function, case)))
+        except Exception as failure:
+            rows.append(Row(name, failure=f"{type(failure).__name__}: {failure}".splitlines()[0][:90]))
+    return rows
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second of a large copy (reads and writes counted): the machine's limit for work that only moves data."""
+    x = torch.randn((1 << 28) if device == "cuda" else (1 << 23), device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / measure(lambda: y.copy_(x), device, seconds=0.3) * 1e3
+
+
+def table(case: Case, rows: Sequence[Row], bandwidth: float) -> str:
+    """The rows as aligned text: errors, milliseconds, bytes a second, and the byte limit as a share of the time."""
+    form = "any decay" if case.max_log_decay is None else f"log-decay <= {case.max_log_decay:g} a step"
+    head = f"B{case.B} T{case.T} H{case.H} D{case.D} S{case.S} {str(case.dtype)[6:]} on {case.device}, {form}"
+    lines = [f"{head}; copy {bandwidth / 1e9:.0f} GB/s"]
+    titles = f"{'provider':18}{'o err':>9}{'grad err':>9}"
+    lines.append(titles + "".join(f"{name:>10}{'GB/s':>7}{'limit':>7}" for name in ("fwd ms", "f+b ms")))
+    for row in rows:
+        if row.failure:
+            lines.append(f"{row.provider:18}{row.failure}")
+            continue
+        line = f"{row.provider:18}{row.error:9.1e}{row.gradient_error:9.1e}"
+        for ms, n in ((row.forward_ms, case.bytes_forward()), (row.both_ms, case.bytes_both())):
+            line += f"{ms:10.3f}{n / ms / 1e6:7.0f}{n / bandwidth / ms * 1e3:7.0%}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def build_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this benchmark's options."""
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", default="4,4096,40,32,32" if cuda else "1,1024,8,32,32", help="B,T,H,D,S")
+    parser.add_argument(
+        "--dtype", default="bfloat16" if cuda else "float32", choices=["float32", "bfloat16", "float16"]
+    )
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--providers", default="", help="names, comma-separated; all that are installed by default")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one table for any decay and one for a bounded decay."""
+    B, T, H, D, S = (int(n) for n in args.shape.split(","))
+    names = [name for name in args.providers.split(",") if name]
+    bandwidth = copy_bandwidth(args.device)
+    for bound in (None, LEAF_BOUND):
+        case = Case(B, T, H, D, S, getattr(torch, args.dtype), args.device, bound)
+        print(table(case, run_case(case, names), bandwidth), flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(build_parser(argparse.ArgumentParser(description=__doc__)).parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
