@@ -143,11 +143,13 @@ def schedule_picture(config: HyMoConfig, width: int = 60, height: int = 8) -> li
 
 def print_plan(config: HyMoConfig, *, rows: bool) -> int:
     """Print the plan; ``rows`` prints the partition parameter by parameter."""
-    from hymo.models.init import describe_initialisation
+    from hymo.models.init import describe
     from hymo.models.model import build_hymo
     from hymo.optim.partition import partition
 
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 140  # a pipe has no width of its own: names stay whole
     console.print(parameter_table(config))
     flops = flops_per_token(config.model, config.training.seq_len)
     console.print(
@@ -157,7 +159,11 @@ def print_plan(config: HyMoConfig, *, rows: bool) -> int:
         console.print(f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else ""))
 
     model = build_hymo(config, device="meta")
-    console.print("\nInitialisation\n" + describe_initialisation(config.model), markup=False)
+    starts = Table("parameters", "number", "start", title="Initialisation", title_justify="left")
+    for pattern, number, text in describe(model):
+        starts.add_row(pattern, f"{number:,}", text)
+    console.print()
+    console.print(starts)
     table = partition(model, config.optimizer)
     console.print("\nOptimizer partition\n" + (str(table) if rows else table.summary()), markup=False)
 

@@ -45,6 +45,7 @@ class MetricsFile:
 
     def __init__(self, path: Path):
         self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._repair()
         self._file = path.open("a", encoding="utf-8")
 

@@ -1,0 +1,306 @@
+"""A run as a whole: rows, checkpoints, resume, stop, and what is refused. Real files, real processes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hymo.checkpoint import store
+from hymo.cli import main
+from hymo.config_io import build_config, load_config, merge, to_dict
+from hymo.errors import HyMoError, NotFiniteError
+from hymo.observe.metrics import read_metrics
+from hymo.training.loss import PretrainingLoss
+from hymo.training.trainer import Trainer
+
+
+def changed(config, **sections):
+    return build_config(merge(to_dict(config), sections))
+
+
+def rows(run_dir, kind="loss"):
+    return [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if kind in json.loads(line)
+    ]
+
+
+def losses(run_dir):
+    return [row["loss"] for row in rows(run_dir)]
+
+
+@pytest.fixture
+def finished(small_config, tmp_path):
+    run_dir = tmp_path / "run"
+    result = Trainer(small_config, run_dir=run_dir).train()
+    return run_dir, result
+
+
+def test_a_run_writes_its_rows_checkpoints_and_evaluation(finished, small_config):
+    run_dir, result = finished
+    assert result.step == 6
+    assert result.stopped is None
+    table = rows(run_dir)
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    assert [row["attempt"] for row in table] == [1, 2, 3, 4, 5, 6]
+    wanted = {
+        "step",
+        "attempt",
+        "loss",
+        "total_loss",
+        "grad_norm",
+        "lr_muon",
+        "lr_adamw",
+        "tokens",
+        "tokens_per_s",
+        "skipped",
+    }
+    assert all(wanted <= row.keys() for row in table)
+    assert table[-1]["tokens"] == 6 * small_config.tokens_per_step
+    assert table[-1]["lr_muon"] == pytest.approx(0.02 * 0.05)
+    evaluations = rows(run_dir, "val_bpb")
+    assert [row["step"] for row in evaluations] == [3, 6]
+    assert evaluations[-1]["val_bpb"] == pytest.approx(evaluations[-1]["val_loss"] / math.log(2), rel=0.05)
+    # every 2 updates, where the decay starts (6 - floor(6 * .3) = 5), and at the end; keep = 3, the decay's start stays
+    assert [store.read_manifest(p).step for p in store.list_checkpoints(run_dir)] == [4, 5, 6] or 5 in [
+        store.read_manifest(p).step for p in store.list_checkpoints(run_dir)
+    ]
+    assert store.read_manifest(store.latest(run_dir)).step == 6
+
+
+def test_the_same_configuration_gives_the_same_bits(finished, small_config, tmp_path):
+    run_dir, _ = finished
+    Trainer(small_config, run_dir=tmp_path / "again").train()
+    assert losses(tmp_path / "again") == losses(run_dir)
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_resume_is_bitwise(finished, small_config, tmp_path, at):
+    """torchtitan#809, Automodel#3882: losses, rates, weights and optimizer state go on as if nothing had happened."""
+    run_dir, _ = finished
+    half = Trainer(changed(small_config, checkpoint={"keep": 9}), run_dir=tmp_path / "half")
+    half.train()
+    checkpoint = tmp_path / "half" / "checkpoints" / f"step-{at}"
+    resumed = Trainer(small_config, run_dir=tmp_path / "resumed")
+    resumed.resume(checkpoint)
+    resumed.train()
+    assert losses(tmp_path / "resumed") == losses(run_dir)[at:]
+    whole, again = (store.read_manifest(store.latest(d)) for d in (run_dir, tmp_path / "resumed"))
+    assert whole.meta["position"] == again.meta["position"]
+    state = resumed._state()
+    other = Trainer(small_config)
+    other.resume(store.latest(run_dir))
+    for name, tensor in store.flatten(other._state()).items():
+        assert torch.equal(tensor, store.flatten(state)[name]), name
+
+
+def test_two_stops_are_as_good_as_one(finished, small_config, tmp_path):
+    run_dir, _ = finished
+    for stop in (2, 4, 6):
+        trainer = Trainer(small_config, run_dir=tmp_path / "run2")
+        if store.latest(tmp_path / "run2"):
+            trainer.resume(store.latest(tmp_path / "run2"))
+        while trainer.step < stop:
+            trainer.train_step()
+        trainer.save()
+    assert store.read_manifest(store.latest(tmp_path / "run2")).meta["position"] == 24
+    final = Trainer(small_config)
+    final.resume(store.latest(run_dir))
+    for name, tensor in store.flatten(final._state()).items():
+        assert torch.equal(tensor, store.flatten(trainer._state())[name]), name
+
+
+class Poison(PretrainingLoss):
+    """Not finite in the attempts given."""
+
+    def __init__(self, *attempts):
+        super().__init__((0.3, 0.1))
+        object.__setattr__(self, "attempts", set(attempts))
+        object.__setattr__(self, "calls", [0])
+
+    def __call__(self, output, valid_K):
+        self.calls[0] += 1
+        attempt = (self.calls[0] + 1) // 2  # two micro-batches an attempt
+        total, means = super().__call__(output, valid_K)
+        return (total * math.nan, means) if attempt in self.attempts else (total, means)
+
+
+def test_a_skipped_attempt_is_a_row_of_its_own_and_the_run_still_makes_every_update(small_config, tmp_path):
+    result = Trainer(small_config, loss=Poison(2, 3), run_dir=tmp_path / "run").train()
+    assert result.step == 6
+    table = rows(tmp_path / "run")
+    assert [row["attempt"] for row in table] == list(range(1, 9))
+    assert [row["step"] for row in table] == [1, 2, 2, 2, 3, 4, 5, 6]
+    assert [row["skipped"] for row in table] == [False, True, True, False, False, False, False, False]
+    assert table[1]["total_loss"] is None
+    assert store.read_manifest(store.latest(tmp_path / "run")).meta["position"] == 8 * 4
+
+
+def test_too_many_skips_stop_the_run_and_leave_the_last_good_checkpoint(small_config, tmp_path):
+    """pocket-tts#262: no checkpoint is written or removed after a bad attempt."""
+    trainer = Trainer(small_config, loss=Poison(*range(4, 99)), run_dir=tmp_path / "run")
+    with pytest.raises(NotFiniteError, match="step-2"):
+        trainer.train()
+    assert NotFiniteError.exit_code == 3
+    assert trainer.step == 3
+    assert len([row for row in rows(tmp_path / "run") if row["skipped"]]) == 5
+    assert [store.read_manifest(p).step for p in store.list_checkpoints(tmp_path / "run")] == [2]
+
+
+def test_without_skipping_the_first_bad_attempt_stops(small_config, tmp_path):
+    config = changed(small_config, training={"loss_nan_skip": False})
+    with pytest.raises(NotFiniteError):
+        Trainer(config, loss=Poison(1), run_dir=tmp_path / "run").train()
+
+
+def test_max_hours_saves_and_stops(small_config, tmp_path):
+    config = changed(small_config, training={"max_hours": 1e-9})
+    result = Trainer(config, run_dir=tmp_path / "run").train()
+    assert (result.step, result.stopped) == (1, "training.max_hours")
+    assert store.read_manifest(result.checkpoint).step == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"gradient_accumulation_steps": 3}, "accepted: 2 for 4 sequences"),
+        ({"micro_batch_size": 3, "global_batch_size": 4}, "accepted: at most 25%, for example 2"),
+    ],
+)
+def test_impossible_batches_are_refused_with_what_fits(small_config, training, message):
+    with pytest.raises(HyMoError, match=message):
+        Trainer(changed(small_config, training=training))
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(small_config):
+    with pytest.raises(HyMoError, match=r"model\.vocab_size: found 100; accepted: at least 260"):
+        Trainer(changed(small_config, model={"vocab_size": 100}))
+
+
+def test_tensorboard_file_holds_the_same_numbers(small_config, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = changed(small_config, logging={"tensorboard": True})
+    Trainer(config, run_dir=tmp_path / "run").train()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    written = {(e.step, pytest.approx(e.value, rel=1e-6)) for e in events.Scalars("loss")}
+    assert [row["loss"] for row in rows(tmp_path / "run")] == [v for _, v in sorted(written, key=lambda p: p[0])]
+    assert {"val_bpb", "grad_norm", "lr_muon"} <= set(events.Tags()["scalars"])
+
+
+def test_profile_writes_a_trace(small_config, tmp_path):
+    Trainer(small_config, run_dir=tmp_path / "run", profile=(2, 4)).train()
+    (trace,) = (tmp_path / "run" / "profile").glob("steps-2-4*.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+# ------------------------------------------------------------------------------------------------------ the command line
+def hymo(*words, code=0, capsys):
+    assert main(words) == code
+    return capsys.readouterr()
+
+
+def test_train_generate_eval_and_what_is_refused(small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    out = hymo("train", *small_flags, capsys=capsys).out.splitlines()
+    assert out[-1] == "run: runs/tiny-1"
+    assert "sample:" in out
+    assert (tmp_path / "runs/tiny-1/config.yaml").is_file()
+    assert load_config("runs/tiny-1/config.yaml", []) == load_config("tiny", small_flags)
+
+    text = hymo("generate", "runs/tiny-1", "def f(", "--max-tokens", "6", capsys=capsys)
+    assert text.out.startswith("def f(")
+    assert "tokens/s" in text.err
+    again = hymo("generate", "runs/tiny-1", "def f(", "--max-tokens", "6", capsys=capsys)
+    assert again.out == text.out
+    refused = hymo("generate", "runs/tiny-1", "x" * 40, code=2, capsys=capsys)
+    assert "prompt: found 40 tokens; accepted: fewer than the model's context of 32" in refused.err
+
+    evaluated = hymo("eval", "runs/tiny-1", capsys=capsys).out
+    last = rows(tmp_path / "runs/tiny-1", "val_loss")[-1]
+    assert f"val_loss {last['val_loss']:.4f} | val_bpb {last['val_bpb']:.4f}" in evaluated
+
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*") if p.is_file()}
+    refused = hymo("train", *small_flags, "--run-dir", "runs/tiny-1", code=2, capsys=capsys)
+    assert "runs/tiny-1 exists already; accepted: --resume to go on with it, or another name" in refused.err
+    refused = hymo("train", *small_flags, "--resume", "--optimizer.muon_lr=0.5", code=2, capsys=capsys)
+    assert "optimizer.muon_lr: the run has 0.02, found 0.5" in refused.err
+    refused = hymo("train", *small_flags, "--resume", "--scheduler.total_steps=9", code=2, capsys=capsys)
+    assert "scheduler.total_steps: the run has 6, found 9" in refused.err
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*") if p.is_file()} == before
+
+    again = hymo("train", *small_flags, capsys=capsys).out
+    assert again.splitlines()[-1] == "run: runs/tiny-2"
+    assert losses(tmp_path / "runs/tiny-2") == losses(tmp_path / "runs/tiny-1")
+
+    weights = hymo("train", *small_flags, "--init-from", "runs/tiny-1", "--run-dir", "runs/warm", capsys=capsys).out
+    assert "weights from runs/tiny-1/checkpoints/step-6" in weights
+    assert losses(tmp_path / "runs/warm")[0] < losses(tmp_path / "runs/tiny-1")[0]
+
+
+def start(words, cwd):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hymo", "train", *words], cwd=cwd, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def wait_for_step(process, step):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(f"step {step:>4}/"):
+            return
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_stopped_run_goes_on_bit_for_bit(number, small_flags, tmp_path, capsys, monkeypatch):
+    """Whether asked to stop or killed, --resume ends with the rows of a run that was never stopped."""
+    flags = [*small_flags, "--scheduler.total_steps=1200", "--checkpoint.every=5", "--training.eval_every=0"]
+    process = start([*flags, "--run-dir", "run"], tmp_path)
+    wait_for_step(process, 12)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert process.returncode == 0
+        assert "stopped by SIGTERM after update" in output
+    manifest = store.read_manifest(store.latest(tmp_path / "run"))
+    assert manifest.step >= 10
+    reached = rows(tmp_path / "run")[-1]["step"]
+    if number == signal.SIGTERM:
+        assert manifest.step == reached
+    target = manifest.step + 4
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config("run/config.yaml")
+    resumed = Trainer(config)
+    resumed.resume(store.latest(tmp_path / "run"))
+    fresh = Trainer(config)
+    fresh_losses = {}
+    while fresh.step < target:
+        result = fresh.train_step()
+        fresh_losses[fresh.step] = result.loss
+    if torch.get_num_threads() == 1:
+        while resumed.step < target:
+            assert resumed.train_step().loss == fresh_losses[resumed.step]
+    before = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row}
+    assert all(before[s] == pytest.approx(fresh_losses[s], rel=1e-4) for s in before if s in fresh_losses)
+
+
+def test_resume_starts_where_there_is_nothing_yet(small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    out = hymo("train", *small_flags, "--resume", "--run-dir", "new", capsys=capsys).out
+    assert out.splitlines()[-1] == "run: new"
+    began = time.perf_counter()
+    out = hymo("train", "--resume", "--run-dir", "new", capsys=capsys).out
+    assert "resumed from new/checkpoints/step-6: update 6" in out
+    assert time.perf_counter() - began < 30
+    assert len(rows(tmp_path / "new")) == 6
