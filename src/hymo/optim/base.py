@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hymo.distributed.exchange_plan import BUCKET_BYTES
+
 Group = dict[str, Any]
 BOOKKEEPING = ("params", "param_names", "lr", "base_lr", "initial_lr")  # group keys that are no settings
 
@@ -71,9 +73,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
     State exists from construction (float32, like its parameter), so checkpoints of the first step and of the last hold
     the same keys on every process. Half-precision parameters get a float32 copy; after writing into such a parameter
     by hand call `refresh_masters()`.
+
+    share_replicas: plain tensors of a job of several processes are replicas with equal gradients, whose matrices the
+    processes share; set it to False before the first step if they are not. bucket_bytes: see `plan_exchange`.
     """
 
+    share_replicas = True
+    bucket_bytes = BUCKET_BYTES
+
     def __init__(self, params: Iterable[Any], defaults: Group):
+        self.prepared: dict[frozenset[Tensor], list[Any]] = {}  # steps by the parameters that have a gradient
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -104,6 +113,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
         for param in group["params"]:
             self.state[param] = common_state(param) | algorithm.state(param, group)
+        self.prepared.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -9,7 +9,6 @@ N = matrices of one shape in a batch, m = rows, n = columns.
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,31 +20,23 @@ from hymo.optim.base import (
     GroupedOptimizer,
     check_choice,
     check_number,
-    gradient,
     group_name,
-    local,
     register,
     state_dtype,
-    target,
 )
-from hymo.optim.matrices import Block, blocks_of, check_row_blocks
-from hymo.optim.orthogonalize import Orthogonalizer, get_orthogonalizer, orthogonalize, wire_dtype
+from hymo.optim.matrices import check_row_blocks
+from hymo.optim.matrix_step import group_orthogonalizer, prepare
+from hymo.optim.orthogonalize import Orthogonalizer
 from hymo.optim.presets import PRESETS, apply_preset
 from hymo.optim.update import (
     AXES,
     DECAYS,
     MASKS,
     SCALES,
-    apply_update,
-    inverse_root,
-    lerp_second_moment,
-    rescale_factor,
-    shape_scale,
     statistic_axis,
 )
 
 _DEFAULT_LR = 0.02  # compared by identity, so that a rate of 0.02 that was passed counts as passed
-BATCH_ELEMENTS = 1 << 26  # matrices orthogonalized together: bounds the temporaries
 
 DEFAULTS = {
     "momentum": 0.95,
@@ -156,11 +147,6 @@ def _check(group: Group) -> None:
         )
 
 
-def group_orthogonalizer(group: Group) -> Orthogonalizer:
-    dtype = None if group["dtype"] == "auto" else group["dtype"]
-    return get_orthogonalizer(group["orthogonalize"], group["ns_iterations"], dtype)
-
-
 def _state(param: Tensor, group: Group) -> dict[str, Tensor]:
     """`momentum` like the parameter; `second_moment` [..., m, 1] and, where columns are averaged, its columns' form."""
     dtype = state_dtype(param)
@@ -176,101 +162,16 @@ def _state(param: Tensor, group: Group) -> dict[str, Tensor]:
     return state
 
 
-@dataclass
-class _Item:
-    """One matrix of this step: where it lives, and its updated momentum."""
-
-    block: Block
-    state: dict[str, Tensor]
-    weight: Tensor  # view to update
-    update: Tensor  # view of the momentum's output
-    grad: Tensor
-
-
 def muon_step(optimizer: GroupedOptimizer, groups: list[Group]) -> None:
-    for group in groups:
-        params = [p for p in group["params"] if p.grad is not None and p.numel()]
-        if params:
-            _group_step([(p, optimizer.state[p]) for p in params], group)
-
-
-def _group_step(params: list[tuple[Tensor, dict[str, Tensor]]], group: Group) -> None:
-    weights = [target(p, s) for p, s in params]
-    grads = [gradient(p, w.dtype) for (p, _), w in zip(params, weights, strict=True)]
-    updates = momentum_updates([local(s["momentum"]) for _, s in params], grads, group)
-    batches: dict[tuple[int, int], list[_Item]] = {}
-    for (p, s), w, u, g in zip(params, weights, updates, grads, strict=True):
-        for block in blocks_of(p.shape, group["row_blocks"]):
-            item = _Item(block, s, block.of(w), block.of(u), block.of(g))
-            batches.setdefault(block.shape, []).append(item)
-    record = group_orthogonalizer(group)
-    for (m, n), items in batches.items():
-        size = max(1, BATCH_ELEMENTS // (m * n))
-        for start in range(0, len(items), size):
-            _batch_step(items[start : start + size], m, n, group, record)
-    for (p, s), w in zip(params, weights, strict=True):
-        if "master" in s:
-            local(p).copy_(w)
-
-
-def momentum_updates(momenta: list[Tensor], grads: list[Tensor], group: Group) -> list[Tensor]:
-    """M <- bM + (1 - b)G in place; returns M, or (1 - b)G + bM with Nesterov."""
-    beta = group["momentum"]
-    torch._foreach_lerp_(momenta, grads, 1.0 - beta)
-    return list(torch._foreach_lerp(grads, momenta, beta)) if group["nesterov"] else momenta
-
-
-def _batch_step(items: list[_Item], m: int, n: int, group: Group, record: Orthogonalizer) -> None:
-    u_Nmn = torch.stack([item.update for item in items])
-    state_type = u_Nmn.dtype
-    o_Nmn = orthogonalize(u_Nmn.to(wire_dtype(record, u_Nmn)), record).to(state_type)
-    grad_norm = None
-    if group["scale"] == "grad_norm":
-        grad_norm = torch.stack([torch.linalg.vector_norm(i.grad.double()) for i in items])
-    before = _norms(o_Nmn)
-    after = before
-    if group["algorithm"] == "normuon":
-        o_Nmn = _normalise(o_Nmn, [_second_moment(i, m, n, group) for i in items], m, n, group)
-        after = _norms(o_Nmn)
-    factor = rescale_factor(group["scale"], shape_scale(group["scale"], m, n), before, after, grad_norm)
-    o_Nmn.mul_(factor.to(state_type)[:, None, None])
-    weights = [item.weight for item in items]
-    w_Nmn = torch.stack(weights)
-    lr = group["lr"]
-    decay = group["weight_decay"] * (lr if group["decay"] == "lr_squared" else 1.0)
-    apply_update(w_Nmn, o_Nmn, lr, decay, _mask_source(items, o_Nmn, group))
-    torch._foreach_copy_(weights, list(w_Nmn.unbind()))
-
-
-def _norms(x_Nmn: Tensor) -> Tensor:
-    """Frobenius norms [N], summed in float64 so that the order of the sum does not show."""
-    return x_Nmn.square().sum(-1, dtype=torch.float64).sum(-1).sqrt()
-
-
-def _second_moment(item: _Item, m: int, n: int, group: Group) -> Tensor:
-    if statistic_axis(group["axis"], m, n) == -1:
-        return item.block.of(item.state["second_moment"])
-    return item.block.of_columns(item.state["second_moment_columns"])
-
-
-def _normalise(o_Nmn: Tensor, moments: list[Tensor], m: int, n: int, group: Group) -> Tensor:
-    """O / (sqrt(v) + eps), after v was updated in place."""
-    axis = statistic_axis(group["axis"], m, n)
-    v_N = torch.stack(moments)
-    squares = o_Nmn.square().sum(axis, keepdim=True)
-    lerp_second_moment(v_N, squares, o_Nmn.shape[axis], group["betas"][1])
-    torch._foreach_copy_(moments, list(v_N.unbind()))
-    return o_Nmn * inverse_root(v_N, group["eps"])
-
-
-def _mask_source(items: list[_Item], u_Nmn: Tensor, group: Group) -> Tensor | None:
-    if not group["cautious_wd"]:
-        return None
-    if group["mask"] == "update":
-        return u_Nmn
-    if group["mask"] == "grad":
-        return torch.stack([item.grad for item in items])
-    return torch.stack([item.block.of(local(item.state["momentum"])) for item in items])
+    active = frozenset(p for group in groups for p in group["params"] if p.grad is not None)
+    if not active:
+        return
+    steps = optimizer.prepared.get(active)
+    if steps is None:
+        steps = prepare(groups, optimizer.share_replicas, optimizer.bucket_bytes, set(active))
+        optimizer.prepared[active] = steps
+    for step in steps:
+        step.run(optimizer.state)
 
 
 register(Algorithm("normuon", DEFAULTS, _check, _state, muon_step))
