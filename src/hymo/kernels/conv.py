@@ -32,7 +32,7 @@ class _CausalConv(torch.autograd.Function):
         w_KC = w_CK.t().contiguous().to(x_BTC.dtype)
         grad_y = torch.ops.aten.silu_backward(grad_BTC, y)
         grad_x = grad_y * w_KC[-1]
-        grad_w_KC = torch.zeros_like(w_KC, dtype=torch.float32)
+        grad_w_KC = torch.zeros_like(w_KC, dtype=torch.promote_types(w_CK.dtype, torch.float32))
         grad_w_KC[-1] = _dot_channels(grad_y, x_BTC)
         for j in range(1, min(taps, length)):
             grad_j = grad_y[:, j:]
@@ -54,7 +54,7 @@ def _earlier(x_BTC: Tensor, j: int, doc_ids_BT: Tensor | None) -> Tensor:
 
 
 def _dot_channels(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
-    return (a_BTC * b_BTC).sum((0, 1), dtype=torch.float32)
+    return (a_BTC * b_BTC).sum((0, 1), dtype=torch.promote_types(a_BTC.dtype, torch.float32))
 
 
 def causal_conv(x_BTC: Tensor, w_CK: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:

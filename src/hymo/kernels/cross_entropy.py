@@ -27,8 +27,17 @@ def chunk_rows(vocab_size: int, device_type: str) -> int:
     return max(1, CHUNK_BYTES.get(device_type, 256 << 20) // (4 * vocab_size))
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64 inputs: what sums are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
+
+
 def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    logits_CV = F.linear(hidden_CD, weight_VD).float()
+    logits_CV = _wide(F.linear(hidden_CD, weight_VD))
     return logits_CV, torch.logsumexp(logits_CV, dim=-1, keepdim=True)
 
 
@@ -56,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, weight_VD, term_weights_K, z_weight, labels_KN, needs_grad, rows, *hidden_list):
         device = weight_VD.device
         ce_sums, z_sum = [], torch.zeros((), device=device)
-        grad_weight = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=wide_dtype(weight_VD))
         grad_hidden = [torch.empty_like(h) if needs_grad else h for h in hidden_list]
         for k, hidden_ND in enumerate(hidden_list):
             ce_sum = torch.zeros((), device=device)
@@ -82,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_ce_K, grad_z):
         grad_weight, term_weights_K, z_weight, *grad_hidden = ctx.saved_tensors
-        given = torch.cat((grad_ce_K.float(), grad_z.float().reshape(1)))
+        given = torch.cat((grad_ce_K, grad_z.reshape(1))).to(term_weights_K.dtype)
         built = torch.cat((term_weights_K, z_weight.reshape(1)))
         factor = (given @ built) / (built @ built).clamp(min=torch.finfo(torch.float32).tiny)
         # A loss that weighs the terms otherwise than announced would get a wrong gradient: make it NaN instead.
@@ -97,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
     """total += grad^T hidden, accumulated in fp32."""
-    if grad_CV.dtype == torch.float32:
+    if grad_CV.dtype == total_VD.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
     elif grad_CV.is_cuda:
         total_VD.add_(torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32))
@@ -134,14 +143,14 @@ def linear_cross_entropy(
     rows = rows or chunk_rows(weight_VD.shape[0], weight_VD.device.type)
     needs_grad = torch.is_grad_enabled() and (weight_VD.requires_grad or any(h.requires_grad for h in hidden_list))
     labels_KN = torch.stack(list(labels_list))
-    one = weight_VD.new_ones(1, dtype=torch.float32)
+    one = weight_VD.new_ones(1, dtype=wide_dtype(weight_VD))
 
     def compute(hidden: Sequence[Tensor], labels: Tensor, weights: Tensor, z_weight: Tensor) -> tuple[Tensor, Tensor]:
         return _LinearCrossEntropy.apply(weight_VD, weights, z_weight, labels, needs_grad, rows, *hidden)
 
     if term_weights_K is not None:
         z = 0 * one[0] if z_weight is None else z_weight * one[0]
-        return compute(hidden_list, labels_KN, term_weights_K.float(), z)
+        return compute(hidden_list, labels_KN, term_weights_K.to(one), z)
     if not needs_grad:
         return compute(hidden_list, labels_KN, one.expand(len(hidden_list)), 0 * one[0])
     sums = [compute([h], labels_KN[k : k + 1], one, 0 * one[0]) for k, h in enumerate(hidden_list)]

@@ -1,10 +1,11 @@
 """Grouped matrix product: rows sorted by group, one matrix a group.
 
 Back ends, chosen by rule:
-- ``torch``: ``torch.nn.functional.grouped_mm`` (``torch._grouped_mm`` before it was public). No host synchronisation,
-  traceable; on CUDA for bfloat16.
-- ``loop``: one product a group on slices of the sorted rows; needs the group sizes on the host. The reference, and the
-  way for dtypes and devices that the product does not take. On a CPU it is as fast and takes every dtype.
+- ``torch``: ``torch.nn.functional.grouped_mm`` (``torch._grouped_mm`` before it was public); on CUDA in bfloat16. No
+  host synchronisation.
+- ``loop``: one product a group on slices of the sorted rows; reads the group sizes on the host. Everywhere else: on a
+  CPU it is as fast as torch's (8192 rows, 8 groups, 112 x 128, forward and backward: 8.9 ms to 9.6) and takes every
+  dtype.
 
 A group without rows gets a gradient of exactly 0. The last offset must equal the number of rows: rows beyond it would
 be uninitialised memory.
@@ -23,36 +24,51 @@ _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", No
 
 def choose_backend(x_MK: Tensor) -> str:
     """``torch`` or ``loop`` by the rule above."""
-    if _grouped_mm is None:
-        return "loop"
-    if x_MK.device.type == "cpu":
-        traced = torch.compiler.is_compiling() and x_MK.dtype in (torch.float32, torch.bfloat16)
-        return "torch" if traced else "loop"
     aligned = x_MK.shape[-1] * x_MK.element_size() % 16 == 0
-    return "torch" if x_MK.dtype == torch.bfloat16 and aligned else "loop"
+    fits = _grouped_mm is not None and x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and aligned
+    return "torch" if fits else "loop"
 
 
-class _GroupedLoop(torch.autograd.Function):
-    """out[rows of e] = x[rows of e] @ w[e]^T, with the gradients written into place (no slices to sum up again)."""
+@torch.library.custom_op("hymo::grouped_linear_loop", mutates_args=())
+def _loop(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """An operator of its own, so that torch.compile takes it as one node instead of breaking at the group sizes."""
+    sizes = counts_E.tolist()
+    out_MN = x_MK.new_empty(x_MK.shape[0], w_ENK.shape[1])
+    for x, w, out in zip(x_MK.split(sizes), w_ENK, out_MN.split(sizes), strict=True):
+        torch.mm(x, w.t(), out=out)
+    return out_MN
 
-    @staticmethod
-    def forward(ctx, x_MK, w_ENK, sizes):
-        ctx.save_for_backward(x_MK, w_ENK)
-        ctx.sizes = sizes
-        out_MN = x_MK.new_empty(x_MK.shape[0], w_ENK.shape[1])
-        for x, w, out in zip(x_MK.split(sizes), w_ENK, out_MN.split(sizes), strict=True):
-            torch.mm(x, w.t(), out=out)
-        return out_MN
 
-    @staticmethod
-    def backward(ctx, grad_MN):
-        x_MK, w_ENK = ctx.saved_tensors
-        grad_x, grad_w = torch.empty_like(x_MK), torch.empty_like(w_ENK)
-        grads = zip(grad_MN.split(ctx.sizes), x_MK.split(ctx.sizes), grad_x.split(ctx.sizes), strict=True)
-        for e, (grad, x, out) in enumerate(grads):
-            torch.mm(grad, w_ENK[e], out=out)
-            torch.mm(grad.t(), x, out=grad_w[e])  # no rows: exactly zero
-        return grad_x, grad_w, None
+@torch.library.custom_op("hymo::grouped_linear_loop_backward", mutates_args=())
+def _loop_backward(grad_MN: Tensor, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    sizes = counts_E.tolist()
+    grad_x, grad_w = torch.empty_like(x_MK), torch.empty_like(w_ENK)
+    parts = zip(grad_MN.split(sizes), x_MK.split(sizes), grad_x.split(sizes), strict=True)
+    for e, (grad, x, out) in enumerate(parts):
+        torch.mm(grad, w_ENK[e], out=out)
+        torch.mm(grad.t(), x, out=grad_w[e])  # no rows: exactly zero
+    return grad_x, grad_w
+
+
+@_loop.register_fake
+def _(x_MK, w_ENK, counts_E):
+    return x_MK.new_empty(x_MK.shape[0], w_ENK.shape[1])
+
+
+@_loop_backward.register_fake
+def _(grad_MN, x_MK, w_ENK, counts_E):
+    return torch.empty_like(x_MK), torch.empty_like(w_ENK)
+
+
+def _save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_MN):
+    return *_loop_backward(grad_MN.contiguous(), *ctx.saved_tensors), None
+
+
+_loop.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def grouped_linear(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str = "auto") -> Tensor:
@@ -70,7 +86,7 @@ def grouped_linear(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str =
     if backend == "auto":
         backend = choose_backend(x_MK)
     if backend == "loop":
-        return _GroupedLoop.apply(x_MK, w_ENK, counts_E.tolist())
+        return _loop(x_MK, w_ENK, counts_E)
     if backend != "torch":
         raise ValueError(f"backend: found {backend!r}; accepted: 'auto', 'torch', 'loop'")
     if _grouped_mm is None:

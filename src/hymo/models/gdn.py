@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hymo.config import ModelConfig
 from hymo.kernels.conv import causal_conv, causal_conv_step
 from hymo.kernels.recurrence import Backend, gated_recurrence, gated_recurrence_step
-from hymo.models.layers import DocLayout, RMSNorm, rms_norm
+from hymo.models.layers import DocLayout, RMSNorm, rms_norm, wide
 
 
 class GDNState(NamedTuple):
@@ -102,7 +102,7 @@ class GatedDeltaNetBlock(nn.Module):
     def _project(self, n_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value, key, _, _ = self.row_blocks["in_proj.weight"]
         vbc, z = self.in_proj(n_BTC).split((value + 2 * key, value), dim=-1)
-        g = torch.sigmoid(self.dt_proj(n_BTC).float() + self.dt_bias.float())
+        g = torch.sigmoid(wide(self.dt_proj(n_BTC)) + wide(self.dt_bias))
         return vbc, z, g
 
     def _split_heads(self, vbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +115,7 @@ class GatedDeltaNetBlock(nn.Module):
         )
 
     def _bounded_A_log(self) -> Tensor:
-        A_log = self.A_log.float()
+        A_log = wide(self.A_log)
         return A_log if self.max_decay is None else A_log.clamp(max=math.log(self.max_decay))
 
     def _backend(self) -> Backend:

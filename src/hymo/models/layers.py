@@ -29,6 +29,15 @@ class DocLayout(NamedTuple):
     mask: AttentionMask
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64 inputs: what norms, angles, gates and the router compute in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
+
+
 def document_positions(doc_ids_BT: Tensor) -> Tensor:
     """Position of each token in its document, int64 [B, T], counted from the document's first token in the row."""
     t = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
@@ -56,7 +65,7 @@ def rotary_angles(positions_BT: Tensor, rope_dim: int, theta: float) -> tuple[Te
 
 def rotate(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of the last axis by the given angles; fp32 inside, x's dtype out."""
-    first, second = x_BTHD.float().chunk(2, dim=-1)
+    first, second = wide(x_BTHD).chunk(2, dim=-1)
     turned = torch.cat((first * cos_BTR - second * sin_BTR, second * cos_BTR + first * sin_BTR), dim=-1)
     return turned.to(x_BTHD.dtype)
 
@@ -66,7 +75,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        x32, weight32 = x.float(), weight.float()
+        x32, weight32 = wide(x), weight.to(wide_dtype(x))
         mean_square = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square() / x.shape[-1]
         rstd = torch.rsqrt(mean_square + eps)
         ctx.save_for_backward(x, weight, rstd)
@@ -75,11 +84,11 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, rstd = ctx.saved_tensors
-        grad32, unit = grad.float(), x.float() * rstd
+        grad32, weight32, unit = wide(grad), weight.to(wide_dtype(x)), wide(x) * rstd
         product = grad32 * unit
         grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        mean = (product @ weight.float()).unsqueeze(-1) / x.shape[-1]
-        grad_x = (grad32 * weight.float()).addcmul(unit, mean, value=-1) * rstd
+        mean = (product @ weight32).unsqueeze(-1) / x.shape[-1]
+        grad_x = (grad32 * weight32).addcmul(unit, mean, value=-1) * rstd
         return grad_x.to(x.dtype), grad_weight, None
 
 

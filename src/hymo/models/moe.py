@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hymo.config import ModelConfig
 from hymo.kernels.grouped import grouped_linear
-from hymo.models.layers import swiglu
+from hymo.models.layers import swiglu, wide, wide_dtype
 
 
 class MoEStats(NamedTuple):
@@ -68,7 +68,7 @@ class _Combine(torch.autograd.Function):
         rows_MC, weights_NK, order_M, inverse_M = ctx.saved_tensors
         k = weights_NK.shape[1]
         grad_MC = grad_NC.index_select(0, order_M // k)
-        grad_weights_M = (grad_MC.float() * rows_MC.float()).sum(-1)
+        grad_weights_M = (wide(grad_MC) * wide(rows_MC)).sum(-1)
         grad_rows = grad_MC * weights_NK.flatten().index_select(0, order_M)[:, None].to(grad_MC.dtype)
         return grad_rows, grad_weights_M.index_select(0, inverse_M).view_as(weights_NK), None, None
 
@@ -117,7 +117,7 @@ class DeepSeekMoE(nn.Module):
     def gate_forward(self, x_NC: Tensor) -> Tensor:
         """The router's logits, fp32 [N, E], whatever the dtype of x and of the weight; without the gate bias."""
         with torch.autocast(x_NC.device.type, enabled=False):
-            return nn.functional.linear(x_NC.float(), self.router.weight.float())
+            return nn.functional.linear(wide(x_NC), self.router.weight.to(wide_dtype(x_NC)))
 
     def route(self, logits_NE: Tensor) -> Routing:
         """The K experts with the largest logit + gate_bias (ties: the lower id), weighted by softmax of the logits.
@@ -168,11 +168,11 @@ class DeepSeekMoE(nn.Module):
     def _routed_loop(self, x_NC: Tensor, routing: Routing) -> Tensor:
         """The same by the definition, expert by expert: the reference for tests."""
         dtype = self._compute_dtype()
-        y_NC = torch.zeros_like(x_NC, dtype=torch.float32)
+        y_NC = torch.zeros_like(wide(x_NC))
         for e in range(self.n_routed):
             token, slot = (routing.ids_NK == e).nonzero(as_tuple=True)
             out = swiglu(x_NC[token].to(dtype) @ self.w_in[e].to(dtype).t()) @ self.w_out[e].to(dtype).t()
-            y_NC = y_NC.index_add(0, token, out.float() * routing.weights_NK[token, slot, None])
+            y_NC = y_NC.index_add(0, token, wide(out) * routing.weights_NK[token, slot, None])
         return y_NC.to(x_NC.dtype)
 
     def _shared(self, x_NC: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class DeepSeekMoE(nn.Module):
         return sum(outs[1:], outs[0]).to(x_NC.dtype)
 
     def _compute_dtype(self) -> torch.dtype:
-        return self.w_in.dtype if self.use_mixed_precision else torch.float32
+        return self.w_in.dtype if self.use_mixed_precision else wide_dtype(self.w_in)
 
     @torch.no_grad()
     def update_gate_bias(self, counts: Tensor, speed: float = 0.001) -> None:

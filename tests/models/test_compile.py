@@ -1,0 +1,95 @@
+"""Blocks under torch.compile (no graph break, one graph a block type) and under activation checkpointing."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from hymo.models.layers import document_layout
+from hymo.models.mla import MLABlock
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch(model, packed_batch, seed=0):
+    _, doc_ids, _ = packed_batch(seed=seed)
+    layout = document_layout(doc_ids[:, :24], 24, model.config.qk_rope_dim, model.config.rope_theta, "cpu")
+    x = torch.randn(3, 24, model.config.dim, generator=torch.Generator().manual_seed(0))
+    return x, layout
+
+
+def results(block, function, x, layout):
+    """Output and every gradient."""
+    inputs = x.clone().requires_grad_()
+    out = function(inputs, layout)
+    out = out[0] if isinstance(out, tuple) else out
+    block.zero_grad()
+    out.square().sum().backward()
+    return [out.detach(), inputs.grad, *(p.grad.clone() for p in block.parameters())]
+
+
+def test_recurrence_blocks_share_one_graph_and_equal_eager(small_model, packed_batch):
+    model = small_model(n_layers=2, mla_every=3).train()
+    x, layout = batch(model, packed_batch)
+    eager = [results(block, block, x, layout) for block in model.layers]
+    counter = CompileCounterWithBackend("aot_eager")
+    for block, expected in zip(model.layers, eager, strict=True):
+        block.compile_compute(backend=counter)
+        assert block.use_compile
+        for a, b in zip(results(block, block, x, layout), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_an_attention_block_is_one_graph_and_equals_eager(small_model, packed_batch):
+    """One graph, however many documents: fla#52, transformers#41803 recompiled for each new packing."""
+    model = small_model().train()
+    block = model.layers[1]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, dynamic=False, backend=counter)
+    for seed in range(3):
+        x, layout = batch(model, packed_batch, seed)
+        for a, b in zip(results(block, compiled, x, layout), results(block, block, x, layout), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_switching_compile_off_again(small_config):
+    from hymo.models.gdn import GatedDeltaNetBlock
+
+    block = GatedDeltaNetBlock(small_config())
+    block.use_compile = True
+    assert block._run != block._compute
+    block.use_compile = False
+    assert block._run == block._compute
+    assert block.use_compile is False
+
+
+def test_checkpointing_changes_no_count_and_no_gradient(small_model, packed_batch):
+    """torchtitan#1593, NVIDIA-NeMo/Automodel#3247: recomputation counted experts twice.
+
+    NVIDIA-NeMo/Automodel#2635, #3140: recomputation routed a tied token elsewhere; here every score is tied.
+    """
+    model = small_model().train()
+    block = model.layers[1]
+    assert isinstance(block, MLABlock)
+    torch.nn.init.zeros_(block.ffn.router.weight)
+    x, layout = batch(model, packed_batch)
+
+    def run(function):
+        inputs = x.clone().requires_grad_()
+        out, stats = function(inputs)
+        block.zero_grad()
+        out.square().sum().backward()
+        return stats.moe.counts_E, [inputs.grad, *(p.grad.clone() for p in block.parameters())]
+
+    counts, grads = run(lambda inputs: block(inputs, layout))
+    counts_again, grads_again = run(lambda inputs: checkpoint(block, inputs, layout, use_reentrant=False))
+    assert counts.tolist() == counts_again.tolist() == [3 * 24, 3 * 24, 0, 0]
+    for a, b in zip(grads, grads_again, strict=True):
+        assert torch.equal(a, b)
