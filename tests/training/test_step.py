@@ -104,7 +104,8 @@ def test_a_fully_masked_attempt_gives_zero_not_nan():
 def test_filler_rows_count_for_nothing():
     b = batch(2)
     filled = Batch(
-        torch.cat([b.tokens_BL, torch.zeros_like(b.tokens_BL)]), torch.cat([b.doc_ids_BL, torch.zeros_like(b.doc_ids_BL)]),
+        torch.cat([b.tokens_BL, torch.zeros_like(b.tokens_BL)]),
+        torch.cat([b.doc_ids_BL, torch.zeros_like(b.doc_ids_BL)]),
         torch.cat([b.labels_KBT, torch.full_like(b.labels_KBT, -100)], 1), torch.tensor([True, True, False, False]),
     )  # fmt: skip
     one, sums_one = gradients([b])
