@@ -49,7 +49,29 @@ def layout_of(tensor: Tensor, share_replicas: bool, name: str) -> tuple[tuple[in
     return tuple(mesh.mesh.flatten().tolist()), Layout(shape, tuple(mesh.mesh.shape), tuple(cuts))
 
 
-_GROUPS: dict[tuple[int, ...], Any] = {}
+def statistic_like(param: Tensor, shape: tuple[int, ...], averaged: int, dtype: torch.dtype) -> Tensor:
+    """Zeros of `shape`, which has the parameter's dimensions but for `averaged` (counted from the end, so negative).
+
+    On a DTensor's mesh it is cut as the parameter is, and repeats where the parameter's `averaged` dimension is cut.
+    """
+    if not hasattr(param, "device_mesh"):
+        return torch.zeros(shape, dtype=dtype, device=param.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    ranks, layout = layout_of(param, True, "statistic")
+    dropped = averaged % len(shape)
+    cuts = tuple(None if cut == dropped else cut for cut in layout.cuts)
+    own: Any = param
+    placements = [Replicate() if cut is None else p for cut, p in zip(cuts, own.placements, strict=True)]
+    box = Layout(shape, layout.mesh, cuts).box(ranks.index(world()[0]))
+    part = torch.zeros([high - low for low, high in box], dtype=dtype, device=param.device)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, own.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def process_group(ranks: tuple[int, ...]) -> Any:
@@ -58,10 +80,11 @@ def process_group(ranks: tuple[int, ...]) -> Any:
         return None
     if ranks == tuple(range(world()[1])):
         return dist.group.WORLD
-    key = (id(dist.group.WORLD), *ranks)
-    if key not in _GROUPS:
-        _GROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _GROUPS[key]
+    whole, group = _GROUPS.get(ranks, (None, None))
+    if whole is not dist.group.WORLD:  # none yet, or of a job that was ended in this process
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _GROUPS[ranks] = (dist.group.WORLD, group)
+    return group
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ class Layout:
         """Whether every rank holds the whole tensor."""
         return all(cut is None or size == 1 for cut, size in zip(self.cuts, self.mesh, strict=True))
 
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether several ranks hold the same part."""
+        return any(cut is None and size > 1 for cut, size in zip(self.cuts, self.mesh, strict=True))
+
     def cuts_dimension(self, dimension: int) -> bool:
         return any(cut == dimension and size > 1 for cut, size in zip(self.cuts, self.mesh, strict=True))
 
@@ -54,6 +59,21 @@ class Layout:
     def is_primary(self, rank: int) -> bool:
         """Whether this rank counts in sums over the tensor (exactly one of its replicas does)."""
         return not any(self.replica(rank))
+
+    def holders_of(self, index: tuple[int, ...]) -> list[int]:
+        """The ranks that hold the element at `index`: one, or one a replica."""
+        ranks = [0]
+        box = [(0, size) for size in self.shape]
+        for size, cut in zip(self.mesh, self.cuts, strict=True):
+            if cut is None:
+                ranks = [rank * size + c for rank in ranks for c in range(size)]
+                continue
+            low, high = box[cut]
+            step = -(-(high - low) // size)
+            c = (index[cut] - low) // step
+            box[cut] = (low + c * step, min(low + (c + 1) * step, high))
+            ranks = [rank * size + c for rank in ranks]
+        return ranks
 
     def box(self, rank: int) -> tuple[Range, ...]:
         """The index range of each dimension that the rank holds."""
@@ -131,9 +151,19 @@ class Matrix:
             return EMPTY
         return Tile((low - self.block.start, high - self.block.start), cols)
 
+    def tile_sizes(self) -> tuple[int, ...]:
+        """Elements that each rank holds of it."""
+        return _tile_sizes(self.block, self.layout)
+
     def sends(self, rank: int, owner: int) -> bool:
         """Whether `rank` is the one of its replicas that sends to `owner`: the one nearest to it in the mesh."""
         return self.layout.replica(rank) == self.layout.replica(owner)
+
+
+@lru_cache(maxsize=1 << 10)
+def _tile_sizes(block: Block, layout: Layout) -> tuple[int, ...]:
+    matrix = Matrix(0, block, layout)
+    return tuple(matrix.tile(rank).numel for rank in range(layout.ranks))
 
 
 def matrices_of(
@@ -175,11 +205,14 @@ class ExchangePlan:
         """Bytes each rank sends to others in one step, matrices to owners and results back, scalars not counted."""
         totals = [0] * self.ranks
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            for rank in range(self.ranks):
-                if rank != owner and (numel := matrix.tile(rank).numel):
-                    if matrix.sends(rank, owner):
-                        totals[rank] += numel * self.itemsize
-                    totals[owner] += numel * self.itemsize
+            sizes = matrix.tile_sizes()
+            totals[owner] += (sum(sizes) - sizes[owner]) * self.itemsize
+            senders: Iterable[int] = range(self.ranks)
+            if matrix.layout.repeats:
+                senders = [rank for rank in senders if sizes[rank] and matrix.sends(rank, owner)]
+            for rank in senders:
+                if rank != owner:
+                    totals[rank] += sizes[rank] * self.itemsize
         return tuple(totals)
 
     @cached_property
@@ -189,7 +222,7 @@ class ExchangePlan:
         for bucket in self.buckets:
             for rank, indices in enumerate(bucket):
                 owned[rank] = max(owned[rank], sum(self.matrices[i].numel for i in indices))
-        held = [sum(matrix.tile(rank).numel for matrix in self.matrices) for rank in range(self.ranks)]
+        held = [sum(sizes) for sizes in zip(*(matrix.tile_sizes() for matrix in self.matrices), strict=True)]
         return max((2 * 4 * o + 2 * h) * self.itemsize for o, h in zip(owned, held, strict=True))
 
     def __str__(self) -> str:
@@ -263,7 +296,10 @@ def _holders(matrix: Matrix, ranks: int) -> tuple[int, ...]:
     """The ranks that hold the matrix whole; none where all do, since then any is as good."""
     if matrix.layout.complete:
         return ()
-    return tuple(rank for rank in range(ranks) if matrix.tile(rank).numel == matrix.numel)
+    layout = matrix.layout
+    start = (matrix.block.expert or 0, matrix.block.start, 0)[3 - len(layout.shape) :]
+    holders = layout.holders_of(start)
+    return tuple(holders) if matrix.tile(holders[0]).numel == matrix.numel else ()
 
 
 def _longest_first(matrices: tuple[Matrix, ...], ranks: int, allowed: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hymo.distributed.exchange import statistic_like
 from hymo.optim.base import (
     Algorithm,
     Group,
@@ -156,9 +157,9 @@ def _state(param: Tensor, group: Group) -> dict[str, Tensor]:
         rows = group["row_blocks"] or (m,)
         axes = {statistic_axis(group["axis"], r, n) for r in rows}
         if -1 in axes:
-            state["second_moment"] = torch.zeros(*lead, m, 1, dtype=dtype, device=param.device)
+            state["second_moment"] = statistic_like(param, (*lead, m, 1), -1, dtype)
         if -2 in axes:
-            state["second_moment_columns"] = torch.zeros(*lead, len(rows), n, dtype=dtype, device=param.device)
+            state["second_moment_columns"] = statistic_like(param, (*lead, len(rows), n), -2, dtype)
     return state
 
 
