@@ -70,7 +70,7 @@ def ensure_group(device: torch.device) -> None:
 
 
 def build_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
-    """The mesh [dp_replicate, dp_shard] over all ranks: ``replicas`` copies of the model, each in world/replicas pieces.
+    """The mesh [dp_replicate, dp_shard] over all ranks: ``replicas`` copies of the model, each in equal pieces.
 
     Ranks of one copy are neighbours, so that the frequent collectives stay inside a host.
     """

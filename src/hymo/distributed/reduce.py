@@ -48,6 +48,14 @@ def sum_across(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return result
 
 
+def max_across(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The elementwise largest of ``tensor`` over ranks, as a new tensor."""
+    result = tensor.detach().clone()
+    if world_size(group) > 1:
+        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
+    return result
+
+
 def sum_counts(counts: Sequence[int] | Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Whole numbers summed over ranks in one all-reduce: int64, exact, the same on every rank."""
     tensor = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64)
@@ -114,6 +122,33 @@ def verdict(
         bad_loss_ranks=tuple(r for r, bad in enumerate(bad_loss) if bad),
         bad_grad_ranks=tuple(r for r, bad in enumerate(bad_grad) if bad),
     )
+
+
+@torch.no_grad()
+def mean_replicated_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+    """Average over ranks, in place, the gradients that nothing else reduces: those of plain (unsharded) parameters.
+
+    One flat fp32 all-reduce an attempt, after the last backward. The order of ``parameters`` must be the same on every
+    rank. A rank without a gradient counts as zero; one that no rank has stays None. DTensors are left alone: FSDP2
+    averaged them. Works for a model that is not sharded at all, too.
+    """
+    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    size = world_size(group)
+    if size == 1 or not plain:
+        return
+    pieces = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten().float() for p in plain]
+    has = torch.tensor([float(p.grad is not None) for p in plain], device=plain[0].device)
+    flat = torch.cat([*pieces, has])
+    dist.all_reduce(flat, group=group)
+    *means, has = flat.split([p.numel() for p in plain] + [len(plain)])
+    for p, mean, ranks in zip(plain, means, has.tolist(), strict=True):
+        if ranks == 0:
+            continue
+        mean = mean.div_(size).view_as(p)
+        if p.grad is None:
+            p.grad = mean.to(p.dtype)
+        else:
+            p.grad.copy_(mean)
 
 
 def grad_norm(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> float:
