@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from hymo.data import ByteTokenizer, TokenSet
-from hymo.data.prepare import _digests
-from hymo.data.shards import TokenSetWriter
+from hymo.data.build import digests
+from hymo.data.shards import PartWriter, write_manifest
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Callable[..., SimpleNamespace]:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Data settings with a cache of the test's own."""
+    monkeypatch.delenv("HYMO_CACHE", raising=False)
 
     def make(source: Sequence[str | Path] | None, **changes: object) -> SimpleNamespace:
         values = {"tokenizer": "bytes", "val_fraction": 0.2, "cache_dir": str(tmp_path / "cache")} | changes
@@ -28,10 +29,10 @@ def token_set(tmp_path: Path) -> Callable[..., TokenSet]:
 
     def make(texts: Sequence[bytes], name: str = "set") -> TokenSet:
         tokenizer = ByteTokenizer()
-        writer = TokenSetWriter(tmp_path / name, tokenizer)
+        writer = PartWriter(tmp_path / name, 0, tokenizer)
         for text in texts:
-            writer.add(tokenizer.encode(text), len(text), _digests(text)[0])
-        writer.close()
+            writer.add(tokenizer.encode(text), len(text), digests(text)[0])
+        write_manifest(tmp_path / name, tokenizer, [writer.close()])
         return TokenSet(tmp_path / name)
 
     return make

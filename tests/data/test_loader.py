@@ -18,8 +18,8 @@ from hymo.data import (
     count_samples,
     make_batch,
     open_tokenizer,
-    prepare,
 )
+from hymo.data.prepare import prepare
 
 TEXTS = [bytes([97 + i % 26]) * (3 + 7 * i % 11) for i in range(50)]
 SEQ_LEN, DEPTH, SAMPLES = 8, 2, 5

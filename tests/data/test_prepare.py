@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hymo.data import DataError, TokenSet, cache_folder, prepare
-from hymo.data.prepare import _digests
+from hymo.data import DataError, TokenSet, cache_folder
+from hymo.data.build import digests
+from hymo.data.prepare import prepare
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
 
@@ -138,15 +139,16 @@ def test_a_source_that_changes_while_it_is_read(tmp_path, settings):
 BUILD = """
     import resource, sys, time
     from types import SimpleNamespace
-    from hymo.data import DataError, prepare
+    from hymo.data import DataError
+    from hymo.data.prepare import prepare
 
     source, cache, mode = sys.argv[1:]
     if mode == "full":  # writing past the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     def progress(done, total):
-        print("building", flush=True)
-        if mode == "slow":
-            time.sleep(60)
+        if done:
+            print("building", flush=True)
+            time.sleep(60 if mode == "slow" else 0)
     config = SimpleNamespace(source=[source], tokenizer="bytes", val_fraction=0.2, cache_dir=cache)
     try:
         print(prepare(config, progress).train.fingerprint)
@@ -170,7 +172,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path, settings):
     assert process.returncode == 1
     assert errors.count("\n") == 1
     assert "no room for token shards in" in errors
-    assert "set data.cache_dir or HYMO_CACHE" in errors
+    assert "(data.cache_dir, HYMO_CACHE, --out)" in errors
     assert not list((tmp_path / "cache").glob("*.tmp"))
     assert documents(TokenSet(kept.folder)) == documents(kept)
     prepare(settings([source]))  # with room, all is well
@@ -188,7 +190,7 @@ def test_kill_9_while_building_then_two_builders_at_once(tmp_path, settings):
     assert list(cache.glob(".*.tmp"))
     builders = [start_build(source, cache, "plain") for _ in range(2)]
     outputs = [builder.communicate(timeout=60)[0].split() for builder in builders]
-    assert sorted(len(output) for output in outputs) == [1, 2]  # one built, the other waited for it
+    assert [output.count("building") > 0 for output in outputs].count(True) == 1  # the other waited for it
     assert outputs[0][-1] == outputs[1][-1] == prepare(settings([source])).train.fingerprint
     assert not list(cache.glob(".*.tmp"))
 
@@ -210,7 +212,7 @@ def test_without_a_lock_two_builders_do_no_harm(tmp_path, settings, monkeypatch)
 
 
 def test_the_held_out_hash_has_its_golden_value():
-    digest, held_out = _digests(b"hello")
+    digest, held_out = digests(b"hello")
     assert (digest.hex(), held_out) == ("46fb7408d4f285228f4af516ea25851b", 14131953147721378844)
 
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hymo.data import ByteTokenizer, DataError, TokenSet
-from hymo.data.shards import MANIFEST, TokenSetWriter, built_whole
+from hymo.data.shards import MANIFEST, PartWriter, built_whole, write_manifest
 
 END = ByteTokenizer.end_id
 
@@ -76,9 +76,9 @@ class Wide(ByteTokenizer):
 
 def test_element_type_follows_the_vocabulary(token_set, tmp_path):
     assert token_set([b"ab"]).dtype.itemsize == 2
-    writer = TokenSetWriter(tmp_path / "wide", Wide())
+    writer = PartWriter(tmp_path / "wide", 0, Wide())
     writer.add(np.array([5, 65_536], dtype=np.uint32), 2, b"")
-    writer.close()
+    write_manifest(tmp_path / "wide", Wide(), [writer.close()])
     wide = TokenSet(tmp_path / "wide")
     assert wide.dtype.itemsize == 4
     assert wide.read(0, 3)[0].tolist() == [5, 65_536, 69_999]

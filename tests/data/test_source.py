@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import hymo.data.source as source_module
+import hymo.data.readers as readers
 from hymo.data import DataError, open_source, read_documents
 
 
@@ -65,11 +65,17 @@ def test_jsonl_and_parquet(tmp_path: Path):
         b"p1",
         b"p2",
     ]
-    assert documents[1].name == "a.jsonl:3"
+    assert [document.name for document in documents] == [
+        "a.jsonl@0",
+        "a.jsonl@47",
+        "a.jsonl@80",
+        "b.parquet:1",
+        "b.parquet:3",
+    ]
 
 
 def test_a_long_text_file_becomes_several_documents_cut_at_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(source_module, "MAX_DOCUMENT_BYTES", 16)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 16)
     path = tmp_path / "long.txt"
     content = b"line one\nline two\n" + "é".encode() * 20 + b"\nend"
     path.write_bytes(content)
@@ -99,7 +105,7 @@ def test_fingerprint_follows_the_files(tmp_path: Path):
             r"bad.jsonl:2: found an object with \['body'\]; accepted: an obj",
         ),
         ("bad.jsonl", b'{"text": "a"}\n{"te', r"bad.jsonl:2: not valid JSON"),
-        ("bad.jsonl", b'{"text": 3}\n', r"bad.jsonl:1: 'text' is int; accepted: a string"),
+        ("bad.jsonl", b'{"text": 3}\n', r"bad.jsonl:1: 'text' is int; accepted: an object with a string"),
         ("bad.jsonl", b"[1]\n", r"bad.jsonl:1: found list"),
         ("bad.jsonl", b'{"text": "\xff"}\n', r"bad.jsonl:1: not valid JSON"),
         ("bad.parquet", b"PAR1 half written", r"bad.parquet: not a whole Parquet file"),

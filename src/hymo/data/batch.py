@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hymo.data.order import SampleOrder
-from hymo.data.shards import TokenSet
-from hymo.data.source import DataError
+from hymo.data.order import MixOrder, Order, SampleOrder
+from hymo.data.readers import DataError
+from hymo.data.shards import MixedSource, TokenSet
 
 IGNORED = -100
 
@@ -60,26 +60,47 @@ class Batch:
 
 
 def count_samples(token_set: TokenSet, seq_len: int, mtp_depth: int) -> int:
-    """Samples in one epoch. Raises DataError if there is not even one."""
-    n_samples = (token_set.n_tokens - 1 - mtp_depth) // seq_len
+    """Samples in one epoch (in a mix: of all sources). Raises DataError if a source has not even one."""
+    return sum(_samples_of(source, seq_len, mtp_depth) for source in token_set.sources)
+
+
+def _samples_of(source: MixedSource, seq_len: int, mtp_depth: int) -> int:
+    n_samples = (source.n_tokens - 1 - mtp_depth) // seq_len
     if n_samples < 1:
+        where = "" if source.share == 1 else f"{source.name!r}: "
         raise DataError(
-            f"data.source: {token_set.n_tokens} tokens of training text are less than one sample of training.seq_len"
-            f" {seq_len} + {1 + mtp_depth} labels; give more text or a smaller seq_len"
+            f"data.source: {where}{source.n_tokens} tokens of training text are less than one sample of"
+            f" training.seq_len {seq_len} + {1 + mtp_depth} labels; give more text or a smaller seq_len"
         )
     return n_samples
 
 
 def left_over_tokens(token_set: TokenSet, seq_len: int, mtp_depth: int) -> int:
-    """Tokens at the end of the set that are no sample's input (at most seq_len + mtp_depth), in every epoch."""
+    """Tokens at the end of each source that are no sample's input (seq_len + mtp_depth at most)."""
     return token_set.n_tokens - count_samples(token_set, seq_len, mtp_depth) * seq_len
 
 
+def sample_order(token_set: TokenSet, seq_len: int, mtp_depth: int, seed: int) -> SampleOrder | MixOrder:
+    """The order of a set's samples: of the whole set, or of a mix by its shares."""
+    orders = [SampleOrder(_samples_of(s, seq_len, mtp_depth), seed, s.fingerprint) for s in token_set.sources]
+    return orders[0] if len(orders) == 1 else MixOrder(orders, [s.share for s in token_set.sources], seed)
+
+
+def sample_start(token_set: TokenSet, sample: int, seq_len: int, mtp_depth: int) -> int:
+    """The first token of a sample; samples count through the sources one after the other."""
+    for source in token_set.sources:
+        n_samples = _samples_of(source, seq_len, mtp_depth)
+        if sample < n_samples:
+            return source.first_token + sample * seq_len
+        sample -= n_samples
+    raise IndexError(f"sample {sample} past the end of the set")
+
+
 def make_batch(
-    token_set: TokenSet, order: SampleOrder, positions: Sequence[int | None], seq_len: int, mtp_depth: int
+    token_set: TokenSet, order: Order, positions: Sequence[int | None], seq_len: int, mtp_depth: int
 ) -> Batch:
     """The samples at `positions` of the order, one a row; None makes a filler row."""
-    starts = [None if position is None else order.index(position) * seq_len for position in positions]
+    starts = [None if p is None else sample_start(token_set, order.index(p), seq_len, mtp_depth) for p in positions]
     return windows(token_set, starts, seq_len, mtp_depth)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hymo.data.batch import IGNORED, Batch, make_batch, windows
-from hymo.data.order import SampleOrder
+from hymo.data.order import Order
 from hymo.data.shards import TokenSet
 
 
@@ -62,7 +62,7 @@ class BatchStream:
     def __init__(
         self,
         token_set: TokenSet,
-        order: SampleOrder,
+        order: Order,
         start_position: int,
         samples_per_attempt: int,
         *,

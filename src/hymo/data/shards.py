@@ -5,6 +5,7 @@ A *token set* is a folder:
     part-00000.tokens      ids, uint16 (vocabulary <= 65,536) or uint32, little endian; an end token a document
     part-00000.ends        int64 a document: where it ends in the part, end token included
     part-00000.bytes       int64 a document: UTF-8 bytes of its text
+    part-00000.digests     16 bytes a document: of its text, from which the fingerprint is made
 Documents never span parts. Folders are written under another name, synced, and renamed, so that one under its own name
 is whole.
 """
@@ -12,17 +13,19 @@ is whole.
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hymo.data.source import DataError
+from hymo.data.readers import DataError
 from hymo.data.tokenize import Tokenizer
 
 MANIFEST = "manifest.json"
@@ -30,30 +33,56 @@ FORMAT = "hymo token set 1"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} if hasattr(errno, "EDQUOT") else {errno.ENOSPC, errno.EFBIG}
 
 
+class MixedSource(NamedTuple):
+    """One source of a mix: its name, its share of the samples, and where its tokens lie in the set."""
+
+    name: str
+    share: Fraction
+    first_token: int
+    n_tokens: int
+    fingerprint: str
+
+
 class TokenSet:
-    """A token set, opened for reading. Raises DataError when the folder is not whole.
+    """A token set, opened for reading: one folder, or several of one tokenizer end to end.
+
+    shares: with several folders, the share of samples each is to have, by name, adding up to 1 (see `MixOrder`).
+    Raises DataError when a folder is not whole.
 
     Attributes: n_tokens (end tokens included), n_documents, n_bytes (UTF-8 bytes of all text), vocab_size,
     token_bytes_scale (1.0 where the tokenizer's byte table adds up to n_bytes, as it does for bytes and byte-level
-    BPE), fingerprint (of documents and tokenizer: the same text has the same one wherever it lies), tokenizer_name.
+    BPE), fingerprint (of documents and tokenizer: the same text has the same one wherever it lies), tokenizer_name,
+    sources (where each source of a mix lies; one of share 1 without a mix).
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        manifest = read_manifest(self.folder)
-        self.n_tokens: int = manifest["n_tokens"]
-        self.n_documents: int = manifest["n_documents"]
-        self.n_bytes: int = manifest["n_bytes"]
-        self.vocab_size: int = manifest["vocab_size"]
-        self.fingerprint: str = manifest["fingerprint"]
-        self.tokenizer_name: str = manifest["tokenizer"]
-        self.token_bytes_scale: float = self.n_bytes / max(1, manifest["n_token_bytes"])
-        self.dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        self._parts = [_Part(self.folder, part, self.dtype) for part in manifest["parts"]]
-        self._token_starts = np.cumsum([0] + [len(part.tokens) for part in self._parts])
-        self._document_starts = np.cumsum([0] + [len(part.ends) for part in self._parts])
-        if self._token_starts[-1] != self.n_tokens or self._document_starts[-1] != self.n_documents:
-            raise DataError(f"{self.folder}: the parts do not add up to the manifest's {self.n_tokens} tokens")
+    def __init__(self, *folders: str | Path, shares: Mapping[str, Fraction] | None = None):
+        manifests = [read_manifest(Path(folder)) for folder in folders]
+        self.folder = Path(folders[0])
+        self.tokenizer_name: str = manifests[0]["tokenizer"]
+        self.vocab_size: int = manifests[0]["vocab_size"]
+        self.dtype = np.dtype(manifests[0]["dtype"]).newbyteorder("<")
+        self.fingerprint: str = manifests[0]["fingerprint"]
+        if len(folders) > 1:
+            self.fingerprint = _fingerprint_of_mix(manifests, shares)
+        self._parts = [
+            _Part(Path(folder), part, self.dtype)
+            for folder, manifest in zip(folders, manifests, strict=True)
+            for part in manifest["parts"]
+        ]
+        self._token_starts = np.cumsum([0, *(len(part.tokens) for part in self._parts)])
+        self._document_starts = np.cumsum([0, *(len(part.ends) for part in self._parts)])
+        self.n_tokens, self.n_documents = int(self._token_starts[-1]), int(self._document_starts[-1])
+        if self.n_tokens != sum(m["n_tokens"] for m in manifests):
+            raise DataError(f"{self.folder}: the parts do not add up to the tokens of the manifest")
+        self.n_bytes: int = sum(m["n_bytes"] for m in manifests)
+        self.token_bytes_scale: float = self.n_bytes / max(1, sum(m["n_token_bytes"] for m in manifests))
+        self.sources = [MixedSource("all", Fraction(1), 0, self.n_tokens, self.fingerprint)]
+        if shares is not None:
+            starts = itertools.accumulate((m["n_tokens"] for m in manifests), initial=0)
+            self.sources = [
+                MixedSource(name, share, start, m["n_tokens"], m["fingerprint"])
+                for (name, share), m, start in zip(shares.items(), manifests, starts, strict=False)
+            ]
 
     def read(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens [start, stop) and the number of the document (from 0, in this set) that each belongs to."""
@@ -121,20 +150,29 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype)
 
 
-class TokenSetWriter:
-    """Writes one token set into `folder` (made, must not exist), a document at a time; `close` makes it whole."""
+def _fingerprint_of_mix(manifests: Sequence[dict[str, Any]], shares: Mapping[str, Fraction] | None) -> str:
+    names = {manifest["tokenizer"] for manifest in manifests}
+    if len({(manifest["tokenizer"], manifest["vocab_size"]) for manifest in manifests}) > 1:
+        raise DataError(f"data.source: the sources have several tokenizers ({', '.join(sorted(names))}); accepted: one")
+    text = "|".join(manifest["fingerprint"] for manifest in manifests)
+    if shares is not None:
+        text += "|" + "|".join(str(share) for share in shares.values())
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
-        folder.mkdir(parents=True)
-        self.folder = folder
+
+class PartWriter:
+    """Writes one part of a token set, a document at a time; `close` syncs it and says what it holds."""
+
+    def __init__(self, folder: Path, number: int, tokenizer: Tokenizer):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = f"part-{number:05}"
         self.n_tokens = self.n_documents = self.n_bytes = self.n_token_bytes = 0
-        self._tokenizer = tokenizer
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 65536 else "<u4")
-        self._digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
-        self._files = {kind: open(folder / f"part-00000.{kind}", "wb") for kind in ("tokens", "ends", "bytes")}  # noqa: SIM115
+        self._tokenizer, self._dtype = tokenizer, _dtype_of(tokenizer)
+        kinds = ("tokens", "ends", "bytes", "digests")
+        self._files = {kind: open(folder / f"{self.name}.{kind}", "wb") for kind in kinds}  # noqa: SIM115
 
     def add(self, tokens: npt.NDArray[np.uint32], n_bytes: int, text_digest: bytes) -> None:
-        """One document: its tokens (the end token is added here), the UTF-8 bytes and the digest of its text."""
+        """One document: its tokens (the end token is added here), UTF-8 bytes and the 16-byte digest of its text."""
         self._files["tokens"].write(np.append(tokens, self._tokenizer.end_id).astype(self._dtype).tobytes())
         self.n_tokens += len(tokens) + 1
         self.n_documents += 1
@@ -142,33 +180,48 @@ class TokenSetWriter:
         self.n_token_bytes += int(self._tokenizer.token_bytes[tokens].sum())
         self._files["ends"].write(self.n_tokens.to_bytes(8, "little"))
         self._files["bytes"].write(n_bytes.to_bytes(8, "little"))
-        self._digest.update(text_digest)
+        self._files["digests"].write(text_digest)
 
-    def close(self) -> None:
+    def close(self) -> dict[str, Any]:
+        """The part's entry in the manifest."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        manifest = {
-            "format": FORMAT,
-            "dtype": self._dtype.name,
-            "tokenizer": self._tokenizer.name,
-            "vocab_size": self._tokenizer.vocab_size,
-            "fingerprint": self._digest.hexdigest(),
-            "n_tokens": self.n_tokens,
-            "n_documents": self.n_documents,
-            "n_bytes": self.n_bytes,
-            "n_token_bytes": self.n_token_bytes,
-            "parts": [{"name": "part-00000", "n_tokens": self.n_tokens, "n_documents": self.n_documents}],
-        }
-        write_synced(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        sync_folder(self.folder)
+        counts = ("name", "n_tokens", "n_documents", "n_bytes", "n_token_bytes")
+        return {key: getattr(self, key) for key in counts}
 
     def abandon(self) -> None:
-        """Close the files without syncing; the folder stays unfinished."""
+        """Close the files without syncing; the part stays unfinished."""
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def write_manifest(folder: Path, tokenizer: Tokenizer, parts: Sequence[dict[str, Any]]) -> None:
+    """Make a token set of parts that are written: this is the last thing to do."""
+    digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
+    for part in parts:
+        with open(folder / f"{part['name']}.digests", "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "dtype": _dtype_of(tokenizer).name,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": digest.hexdigest(),
+    }
+    manifest |= {
+        key: sum(part[key] for part in parts) for key in ("n_tokens", "n_documents", "n_bytes", "n_token_bytes")
+    }
+    manifest["parts"] = [part for part in parts if part["n_documents"]]
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_folder(folder)
+
+
+def _dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 65536 else "<u4")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -207,7 +260,7 @@ def sync_folder(folder: Path) -> None:
 def built_whole(target: Path) -> Iterator[Path]:
     """A new folder to write in, which becomes `target` by one rename if the block ends well and is removed if it fails.
 
-    A target that exists by then is left as it is (another process was faster). A full disk becomes a DataError.
+    A target that exists by then is left as it is (another process was faster).
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
@@ -220,16 +273,23 @@ def built_whole(target: Path) -> Iterator[Path]:
             if not target.is_dir():
                 raise
         sync_folder(target.parent)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise DataError(f"data.cache_dir: cannot write {target.parent}: {error.strerror or error}") from error
-        free = shutil.disk_usage(target.parent).free
-        raise DataError(
-            f"data.cache_dir: no room for token shards in {target.parent} ({free >> 20} MiB free, {error.strerror});"
-            " nothing was kept. Free some space, or set data.cache_dir or HYMO_CACHE to a folder on a larger disk"
-        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_errors(key: str, folder: Path, kept: str = "nothing was kept") -> Iterator[None]:
+    """Turns an OSError while writing below `folder`, which the setting `key` named, into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise DataError(f"{key}: cannot write {str(folder)!r}: {error.strerror or error}") from error
+        free = shutil.disk_usage(folder).free
+        raise DataError(
+            f"{key}: no room for token shards in {str(folder)!r} ({free >> 20} MiB free, {error.strerror}); {kept};"
+            " accepted: a folder on a larger disk (data.cache_dir, HYMO_CACHE, --out), or more space"
+        ) from error
 
 
 def remove_left_over(target: Path) -> None:

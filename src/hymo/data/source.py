@@ -1,39 +1,30 @@
-"""Where text comes from: files and folders become a stream of documents.
+"""Where text comes from: the files behind `data.source`, and how they are shared out among processes."""
 
-A *document* is the bytes of one text. Text files are one document each, JSONL files one a line (field "text"), Parquet
-files one a row (column "text"). Bytes are kept as found: what is not valid UTF-8 reaches the byte tokenizer unchanged.
-"""
-
-import codecs
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
-from hymo.errors import HyMoError
+from hymo.data.readers import (
+    UTF16_MARKS,
+    DataError,
+    Document,
+    OnBad,
+    Piece,
+    first_bytes,
+    is_packed,
+    kind_of,
+    open_parquet,
+    read_documents,
+    read_piece,
+)
 
-TEXT_FIELD = "text"
-# A text file longer than this becomes several documents, cut at line ends, so that memory stays bounded.
-MAX_DOCUMENT_BYTES = 64 << 20
+__all__ = ["DataError", "Document", "Piece", "Source", "SourceFile", "open_source", "read_documents"]
+
 _SNIFF_BYTES = 8192
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-
-class DataError(HyMoError):
-    """The data a user gave is at fault: one line that names the file or key, what was found, what is accepted."""
-
-
-class Document(NamedTuple):
-    """One text: its name, its bytes, and how many bytes of the source file it took (for progress)."""
-
-    name: str
-    text: bytes
-    source_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,10 +56,39 @@ class Source:
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, on_bad: OnBad | None = None) -> Iterator[Document]:
         """All documents that are not empty. Raises DataError for a file that cannot be read."""
         for file in self.files:
-            yield from read_documents(file.path, file.name)
+            yield from read_piece(Piece(str(file.path), file.name), on_bad)
+
+    def units(self, unit_bytes: int) -> list[list[Piece]]:
+        """The source in parts of about `unit_bytes`, in order: small files together, large JSONL and Parquet cut."""
+        units: list[list[Piece]] = []
+        filled = 0
+        for file in self.files:
+            for piece, size in _pieces_of(file, unit_bytes):
+                if not units or filled + size > unit_bytes:
+                    units.append([])
+                    filled = 0
+                units[-1].append(piece)
+                filled += size
+        return units
+
+
+def _pieces_of(file: SourceFile, unit_bytes: int) -> Iterator[tuple[Piece, int]]:
+    path, kind = str(file.path), kind_of(file.path)
+    if file.size <= unit_bytes or is_packed(path) or kind == "text":
+        yield Piece(path, file.name), file.size
+    elif kind == "jsonl":
+        for start in range(0, file.size, unit_bytes):
+            stop = min(start + unit_bytes, file.size)
+            yield Piece(path, file.name, start, stop), stop - start
+    else:
+        groups = open_parquet(path).num_row_groups
+        step = max(1, groups * unit_bytes // file.size)
+        for start in range(0, groups, step):
+            stop = min(start + step, groups)
+            yield Piece(path, file.name, start, stop), file.size * (stop - start) // groups
 
 
 def open_source(entries: Sequence[str | Path] | None) -> Source:
@@ -90,6 +110,17 @@ def open_source(entries: Sequence[str | Path] | None) -> Source:
         except OSError as error:
             raise DataError(f"data.source: cannot read {str(entry)!r}: {error.strerror or error}") from None
     return Source(tuple(files), ", ".join(str(entry) for entry in entries))
+
+
+def check_unchanged(source: Source) -> None:
+    """Raises DataError when a file of the source is not as it was when the source was opened."""
+    now = []
+    for file in source.files:
+        status = file.path.stat() if file.path.exists() else None
+        size, mtime_ns = (status.st_size, status.st_mtime_ns) if status else (-1, -1)
+        now.append(replace(file, size=size, mtime_ns=mtime_ns))
+    if Source(tuple(now), source.described).fingerprint() != source.fingerprint():
+        raise DataError(f"data.source: {source.described} changed while it was read; start again when it rests")
 
 
 def _files_of(entry: str) -> list[SourceFile]:
@@ -142,105 +173,10 @@ def _describe(path: Path, name: str) -> SourceFile:
 
 def _is_readable_kind(path: Path) -> bool:
     """Files found in a folder are text when their first 8 KiB hold no zero byte (the rule of git and grep)."""
-    if path.suffix in (".jsonl", ".parquet"):
+    if kind_of(path) != "text":
         return True
     try:
-        with open(path, "rb") as file:
-            head = file.read(_SNIFF_BYTES)
+        head = first_bytes(path, _SNIFF_BYTES)
     except OSError as error:
         raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror}") from None
-    return head.startswith(_UTF16_MARKS) or b"\0" not in head
-
-
-def read_documents(path: Path, name: str | None = None) -> Iterator[Document]:
-    """The documents of one file; empty ones are passed over. Raises DataError naming the file (and line) at fault."""
-    name = name or path.name
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    reader = readers.get(path.suffix, _read_text)
-    try:
-        for document in reader(path, name):
-            if document.text:
-                yield document
-    except OSError as error:
-        raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror or error}") from None
-
-
-def _read_text(path: Path, name: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        for number, piece in enumerate(_pieces(file)):
-            yield Document(name if number == 0 else f"{name}#{number}", _as_utf8(piece), len(piece))
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of at most MAX_DOCUMENT_BYTES, cut after a line end where there is one."""
-    rest = b""
-    while block := file.read(MAX_DOCUMENT_BYTES - len(rest)):
-        piece = rest + block
-        rest = b""
-        if len(piece) == MAX_DOCUMENT_BYTES:
-            cut = piece.rfind(b"\n") + 1 or _character_end(piece)
-            piece, rest = piece[:cut], piece[cut:]
-        yield piece
-    if rest:
-        yield rest
-
-
-def _character_end(text: bytes) -> int:
-    """Where to cut so that no UTF-8 character is torn: before the last one if its bytes may go on, else the end."""
-    for back in range(1, min(4, len(text) - 1) + 1):
-        if text[-back] & 0xC0 != 0x80:
-            return len(text) - back if text[-back] >= 0xC0 else len(text)
-    return len(text)
-
-
-def _as_utf8(text: bytes) -> bytes:
-    """Drop a UTF-8 mark; turn UTF-16 that says so by its mark into UTF-8; leave all else as it is."""
-    if text.startswith(codecs.BOM_UTF8):
-        return text[len(codecs.BOM_UTF8) :]
-    if text.startswith(_UTF16_MARKS):
-        return text.decode("utf-16", errors="replace").encode()
-    return text
-
-
-def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield Document(f"{name}:{number}", _text_of_line(line, f"{path}:{number}"), len(line))
-
-
-def _text_of_line(line: bytes, where: str) -> bytes:
-    accepted = f"an object with a string {TEXT_FIELD!r}"
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"data.source: {where}: not valid JSON ({error}); accepted: {accepted}") from None
-    if not isinstance(row, dict) or TEXT_FIELD not in row:
-        found = f"an object with {sorted(row)[:8]}" if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"data.source: {where}: found {found}; accepted: {accepted}")
-    if not isinstance(row[TEXT_FIELD], str):
-        raise DataError(f"data.source: {where}: {TEXT_FIELD!r} is {type(row[TEXT_FIELD]).__name__}; accepted: a string")
-    return row[TEXT_FIELD].encode("utf-8", "surrogatepass")
-
-
-def _read_parquet(path: Path, name: str) -> Iterator[Document]:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-        if TEXT_FIELD not in file.schema_arrow.names:
-            found = file.schema_arrow.names
-            raise DataError(f"data.source: {path}: the columns are {found}; accepted: a column {TEXT_FIELD!r}")
-        kind = file.schema_arrow.field(TEXT_FIELD).type
-        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-            raise DataError(f"data.source: {path}: the column {TEXT_FIELD!r} is {kind}; accepted: a column of strings")
-        share = path.stat().st_size // max(1, file.metadata.num_rows)
-        row = 0
-        for batch in file.iter_batches(batch_size=256, columns=[TEXT_FIELD]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if text is not None:
-                    yield Document(f"{name}:{row}", text.encode("utf-8", "surrogatepass"), share)
-    except arrow.ArrowException as error:
-        raise DataError(f"data.source: {path}: not a whole Parquet file ({str(error).splitlines()[0]})") from None
+    return head.startswith(UTF16_MARKS) or b"\0" not in head

@@ -13,9 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hymo.data.source import DataError
+from hymo.data.bpe import tiktoken_of
+from hymo.data.readers import DataError
 
 Ids = npt.NDArray[np.uint32]
+MOST_AT_ONCE = 1 << 20
+CHECKED_EVERY, MOST_CHECKED = 64, 1 << 16
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]",
     "<|end▁of▁sentence|>", "<|eot_id|>",
@@ -61,9 +64,14 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer file of the `tokenizers` library. Bytes that are not UTF-8 become U+FFFD before encoding."""
+    """A tokenizer file of the `tokenizers` library. Bytes that are not UTF-8 become U+FFFD before encoding.
 
-    def __init__(self, path: str | Path, end_token: str | None = None):
+    Texts over MOST_AT_ONCE characters are encoded in pieces, cut after line ends (else before a space), so that a huge
+    text takes no huge memory. fast: encode with tiktoken where it is installed and the file is a plain byte-level BPE
+    (`fast` then reads True); one text in CHECKED_EVERY is encoded both ways and compared.
+    """
+
+    def __init__(self, path: str | Path, end_token: str | None = None, *, fast: bool = False):
         from tokenizers import Tokenizer as Backend
 
         self.path = Path(path).expanduser()
@@ -88,25 +96,57 @@ class FileTokenizer:
         self.end_id = _find_end(self.path, vocabulary, end_token)
         self.fingerprint = hashlib.blake2b(content + f"\0{self.end_id}".encode(), digest_size=16).hexdigest()
         self.token_bytes = _token_bytes(self.backend, vocabulary, self.vocab_size)
+        self._tiktoken = tiktoken_of(content.decode()) if fast else None
+        self.fast = self._tiktoken is not None
+        self._n_encoded = 0
 
     def encode(self, text: str | bytes) -> Ids:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        strings = [_as_text(text) for text in texts]
-        encodings = self.backend.encode_batch_fast(strings, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        pieces = [_pieces(_as_text(text)) for text in texts]
+        flat = iter(self._encode([piece for group in pieces for piece in group]))
+        return [np.concatenate([next(flat) for _ in group]) for group in pieces]
+
+    def _encode(self, texts: list[str]) -> list[Ids]:
+        if self._tiktoken is None:
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        results = [self._tiktoken.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        for text, ids in zip(texts, results, strict=True):
+            if self._n_encoded % CHECKED_EVERY == 0 and len(text) <= MOST_CHECKED:
+                self._check(text, ids)
+            self._n_encoded += 1
+        return results
+
+    def _check(self, text: str, ids: Ids) -> None:
+        if self.backend.encode(text, add_special_tokens=False).ids != ids.tolist():
+            raise DataError(
+                f"data.tokenizer: tiktoken and tokenizers give different ids with {str(self.path)!r} for the text that"
+                f" begins {text[:40]!r}; accepted: --encoder tokenizers"
+            )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def open_tokenizer(choice: str) -> Tokenizer:
+def open_tokenizer(choice: str, *, fast: bool = False) -> Tokenizer:
     """What `data.tokenizer` names: "bytes", or FILE, or FILE#END_TOKEN where the end token has a rare name."""
     if choice == "bytes":
         return ByteTokenizer()
     path, _, end_token = choice.partition("#")
-    return FileTokenizer(path, end_token or None)
+    return FileTokenizer(path, end_token or None, fast=fast)
+
+
+def _pieces(text: str) -> list[str]:
+    """A text in pieces of at most MOST_AT_ONCE characters; most texts are one."""
+    pieces, start = [], 0
+    while len(text) - start > MOST_AT_ONCE:
+        most = start + MOST_AT_ONCE
+        cut = text.rfind("\n", start, most) + 1 or max(0, text.rfind(" ", start + 1, most)) or most
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
 
 
 def _as_text(text: str | bytes) -> str:

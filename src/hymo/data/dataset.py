@@ -1,0 +1,224 @@
+"""`hymo data build`: a data set in a folder of its own, with its tokenizer, to be trained on by any number of runs.
+
+    DIR/data.json        what it was made of; written last
+    DIR/tokenizer.json   the tokenizer (none for bytes)
+    DIR/train DIR/val    token sets
+It is made in DIR.part and renamed when whole; a build that was killed goes on from there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from hymo.data.bpe import train_bpe
+from hymo.data.build import Job, Split, digests, write_token_sets
+from hymo.data.readers import DataError, Document
+from hymo.data.shards import disk_errors, sync_folder, write_synced
+from hymo.data.source import Source, check_unchanged, open_source
+from hymo.data.tokenize import FileTokenizer, Tokenizer, open_tokenizer
+
+DATA = "data.json"
+FORMAT = "hymo data set 1"
+PLAN = "plan.json"
+TOKENIZER = "tokenizer.json"
+
+StageProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What `build` made. n_bad: broken JSONL lines passed over; faults: the first few of them."""
+
+    folder: Path
+    tokenizer: str  # for data.tokenizer
+    vocab_size: int
+    encoder: str
+    n_bad: int
+    faults: list[str]
+
+
+def is_data_set(path: str | Path) -> bool:
+    """Whether a path is a folder that `hymo data build` made."""
+    return Path(path, DATA).is_file()
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """data.json of a built folder. Raises DataError."""
+    path = Path(folder, DATA)
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        found = described.get("format") if isinstance(described, dict) else type(described).__name__
+        raise DataError(f"{path}: the format is {found!r}; this version reads {FORMAT!r}")
+    return described
+
+
+def open_data_set(path: str | Path, tokenizer: Tokenizer) -> Path:
+    """The folder of a built data set, whose tokenizer must be the given one. Raises DataError."""
+    folder = Path(path).absolute()
+    described = read_description(folder)
+    if described["tokenizer_fingerprint"] != tokenizer.fingerprint:
+        right = folder / TOKENIZER if (folder / TOKENIZER).exists() else "bytes"
+        raise DataError(f"data.tokenizer: found {tokenizer.name!r}; accepted: {right}, with which {folder} was built")
+    return folder
+
+
+def build(
+    sources: Sequence[str | Path] | None,
+    out: str | Path,
+    *,
+    tokenizer: str = "bpe",
+    vocab_size: int = 32768,
+    val_fraction: float = 0.02,
+    workers: int | None = None,
+    skip_bad: bool = False,
+    encoder: str = "auto",
+    bpe_bytes: int = 256 << 20,
+    progress: StageProgress | None = None,
+) -> BuildReport:
+    """Make a data set of text, JSONL (.gz, .zst) and Parquet files in the new folder `out`.
+
+    tokenizer: "bpe" (trained here, `vocab_size` ids, on about `bpe_bytes` of the text), "bytes", or a tokenizers file.
+    encoder: "tiktoken", "tokenizers", or "auto" (tiktoken where it can). workers: processes, by default one a core.
+    skip_bad: count broken JSONL lines instead of stopping. progress(stage, done_bytes, total_bytes).
+    Called again after a kill it goes on; memory is bounded (about 300 MB a worker). Raises DataError.
+    """
+    target = Path(out).absolute()
+    if target.exists():
+        raise DataError(f"--out: {target} exists already; accepted: a folder that does not")
+    if encoder not in ("auto", "tiktoken", "tokenizers"):
+        raise DataError(f"--encoder: found {encoder!r}; accepted: auto, tiktoken, tokenizers")
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "val_fraction": val_fraction}
+    settings |= {"skip_bad": skip_bad, "encoder": encoder}
+    if tokenizer == "bpe":
+        settings |= {"vocab_size": vocab_size, "bpe_bytes": bpe_bytes}
+    source = open_source(sources)
+    work = target.with_name(f"{target.name}.part")
+    with disk_errors("--out", target.parent, "what is built stays for the same command to go on"):
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(work / ".lock", timeout=0):
+                _agree_with_plan(work / PLAN, settings | {"source": source.fingerprint()})
+                report = _build_in(work, source, settings, workers, progress)
+        except Timeout:
+            raise DataError(f"--out: another process is building {target} now") from None
+        for name in (PLAN, ".lock", "journal"):
+            path = work / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        os.rename(work, target)
+        sync_folder(target.parent)
+    return BuildReport(target, str(target / TOKENIZER) if report[0] != "bytes" else "bytes", *report[1:])
+
+
+def _agree_with_plan(path: Path, settings: dict[str, Any]) -> None:
+    """Note the settings of a new build; refuse to go on with a build of other settings."""
+    if not path.exists():
+        write_synced(path.with_suffix(".tmp"), json.dumps(settings).encode())
+        os.replace(path.with_suffix(".tmp"), path)
+        return
+    before = json.loads(path.read_text())
+    changed = [key for key in settings | before if settings.get(key) != before.get(key)]
+    if changed:
+        found = ", ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
+        raise DataError(f"--out: {path.parent} holds an unfinished build ({found}); remove it, or give another --out")
+
+
+def _build_in(
+    work: Path, source: Source, settings: dict[str, Any], workers: int | None, progress: StageProgress | None
+) -> tuple[str, int, str, int, list[str]]:
+    """Fill the working folder. Returns tokenizer name, vocabulary, encoder, number of bad lines, the first of them."""
+    choice = _place_tokenizer(work, source, settings, progress)
+    wanted = settings["encoder"]
+    tokenizer = open_tokenizer(choice, fast=wanted != "tokenizers")
+    fast = isinstance(tokenizer, FileTokenizer) and tokenizer.fast
+    if wanted == "tiktoken" and not fast:
+        raise DataError(
+            "--encoder: found tiktoken, which is not installed or cannot read this tokenizer; accepted: auto"
+        )
+    split = Split.of(settings["val_fraction"])
+    job = Job(str(work), choice, fast=fast, split=split, skip_bad=settings["skip_bad"])
+
+    def encoding(done: int, total: int) -> None:
+        if progress is not None:
+            progress("encode", done, total)
+
+    n_workers = (os.cpu_count() or 1) if workers is None else workers
+    results = write_token_sets(source, job, settings["val_fraction"], workers=n_workers, progress=encoding)
+    check_unchanged(source)
+    n_bad = sum(result.n_bad for result in results)
+    encoder = "tiktoken" if fast else "bytes" if choice == "bytes" else "tokenizers"
+    described = {
+        "format": FORMAT,
+        "source": source.described,
+        "source_bytes": source.n_bytes,
+        "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "val_fraction": settings["val_fraction"],
+        "encoder": encoder,
+        "n_bad": n_bad,
+    }
+    write_synced(work / DATA, json.dumps(described, indent=1).encode())
+    faults = [fault for result in results for fault in result.faults]
+    return tokenizer.name, tokenizer.vocab_size, encoder, n_bad, faults[:5]
+
+
+def _place_tokenizer(work: Path, source: Source, settings: dict[str, Any], progress: StageProgress | None) -> str:
+    """Put the tokenizer into the folder; returns what to open."""
+    choice, place = settings["tokenizer"], work / TOKENIZER
+    if choice == "bytes":
+        return "bytes"
+    if not place.exists():
+        if choice == "bpe":
+            content = _trained(source, settings, progress).encode()
+        else:
+            given = open_tokenizer(choice)
+            assert isinstance(given, FileTokenizer)
+            content = given.path.read_bytes()
+            beside = {"eos_token": given.backend.id_to_token(given.end_id)}
+            write_synced(work / "tokenizer_config.json", json.dumps(beside).encode())
+        write_synced(place.with_suffix(".tmp"), content)
+        os.replace(place.with_suffix(".tmp"), place)
+    return str(place)
+
+
+def _trained(source: Source, settings: dict[str, Any], progress: StageProgress | None) -> str:
+    """A BPE trained on documents that are not held out, chosen by their hash, about bpe_bytes in all."""
+    share = min(1.0, settings["bpe_bytes"] / max(1, source.n_bytes))
+    held_out = Split.of(settings["val_fraction"]).threshold
+    read = 0
+
+    def chosen() -> Any:
+        nonlocal read
+        for document in source.documents(on_bad=_pass_over if settings["skip_bad"] else None):
+            read += document.source_bytes
+            digest, position = digests(document.text)
+            if position >= held_out and int.from_bytes(digest[:8], "little") < share * 2**64:
+                yield document
+
+    def tell(_: int) -> None:
+        if progress is not None:
+            progress("train tokenizer", min(read, source.n_bytes), source.n_bytes)
+
+    documents: Any = chosen()
+    first: list[Document] = [document for _, document in zip(range(1), documents, strict=False)]
+    if not first:  # a source of few documents: all of them
+        documents = source.documents(on_bad=_pass_over if settings["skip_bad"] else None)
+    return train_bpe(_chain(first, documents), settings["vocab_size"], tell)
+
+
+def _chain(first: list[Document], rest: Any) -> Any:
+    yield from first
+    yield from rest
+
+
+def _pass_over(fault: str) -> None:
+    """The lines passed over are counted when the text is encoded."""
