@@ -84,8 +84,15 @@ KEYS = {
     "model.n_routed": 16,
 }
 # Kept by name with another default, or another way to say the same.
-OTHER_KEYS = ["scheduler.total_steps", "scheduler.stable_frac", "training.fsdp", "training.fused_gdn",
-              "training.torch_compile_gdn", "training.gradient_accumulation_steps", "model.capacity_factor"]  # fmt: skip
+OTHER_KEYS = [
+    "scheduler.total_steps",
+    "scheduler.stable_frac",
+    "training.fsdp",
+    "training.fused_gdn",
+    "training.torch_compile_gdn",
+    "training.gradient_accumulation_steps",
+    "model.capacity_factor",
+]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
