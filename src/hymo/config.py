@@ -224,6 +224,13 @@ class TrainingConfig(Section):
     """auto = cuda where there is one"""
     fsdp: AutoBool = "auto"
     """FSDP2: auto = on under torchrun or on CUDA, off for one CPU process"""
+    reshard: Literal["auto", "layer", "step", "never"] = "auto"
+    """gathered weights: layer = freed after each forward; never = kept to the micro-batch's backward; step = kept with
+    their gradients through all micro-batches; auto = step where it fits, else layer"""
+    replicas: int = Field(1, ge=1)
+    """copies of the model that FSDP2 keeps (HSDP): each is sharded over ranks / replicas"""
+    reduce_each_micro_batch: bool = True
+    """reduce gradients after each micro-batch (less memory), or only after the last (less traffic)"""
     fsdp_mixed_precision: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the computation; parameters, gradients and state are float32"""
     fused_gdn: AutoBool = "auto"

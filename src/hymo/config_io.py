@@ -239,7 +239,8 @@ def describe_keys(sections: Iterable[str] = SECTIONS) -> list[tuple[str, str, st
                 if isinstance(field.default, bool)
                 else str(list(field.default) if isinstance(field.default, tuple) else field.default)
             )
-            rows.append((f"{name}.{key}", _type_words(field.annotation), default, field.description or ""))
+            meaning = " ".join((field.description or "").split())
+            rows.append((f"{name}.{key}", _type_words(field.annotation), default, meaning))
     return rows
 
 

@@ -27,7 +27,8 @@ CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 # What a resumed run may change: where and how often things happen, not the mathematics.
 FREE_KEYS = {
     "training": {
-        "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "fused_gdn", "torch_compile_gdn",
+        "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
+        "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
         "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
     },
     "data": {"cache_dir"},

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hymo.config import AutoBool, TrainingConfig
+from hymo.distributed.mesh import launched_by_torchrun
 from hymo.errors import HyMoError
 from hymo.kernels.recurrence import HAS_TRITON
 from hymo.models.gdn import GatedDeltaNetBlock
@@ -27,6 +28,11 @@ def resolve_fused_gdn(flag: AutoBool, device: torch.device) -> bool:
     if flag and not HAS_TRITON:
         raise HyMoError("training.fused_gdn: found true without Triton; accepted: pip install triton, or false")
     return bool(flag)
+
+
+def resolve_fsdp(flag: AutoBool, device: torch.device) -> bool:
+    """Whether the model is sharded by FSDP2: auto is yes under torchrun or on CUDA, no for one CPU process."""
+    return (launched_by_torchrun() or device.type == "cuda") if flag == "auto" else bool(flag)
 
 
 def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device: torch.device) -> dict[str, str]:

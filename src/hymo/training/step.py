@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hymo.data.batch import Batch
-from hymo.distributed import reduce
+from hymo.distributed import fsdp, reduce
 from hymo.models.model import HyMo, ModelOutput
 from hymo.optim.build import Optimizers
 from hymo.training.loss import Loss, PretrainingLoss
@@ -61,10 +61,12 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
     ranks = reduce.world_size()
     weights = loss.term_weights(valid_K) if isinstance(loss, PretrainingLoss) else None
     sums: Gradients | None = None
-    for batch in micro_batches:
+    for i, batch in enumerate(micro_batches):
+        fsdp.begin_micro_batch(model, is_last=i == len(micro_batches) - 1)
         output: ModelOutput = model(
             batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
-            term_weights_K=None if weights is None else weights[0] * ranks, z_weight=None if weights is None else weights[1] * ranks,
+            term_weights_K=None if weights is None else weights[0] * ranks,
+            z_weight=None if weights is None else weights[1] * ranks,
         )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
@@ -112,13 +114,14 @@ def attempt_update(
     """
     valid_K = count_valid(micro_batches)
     gradients = accumulate_gradients(model, micro_batches, loss, valid_K)
+    reduce.mean_replicated_gradients(model.parameters())
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
     metrics = _loss_metrics(reduce.sum_across(gradients.total), reduce.sum_across(gradients.means_K))
     metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
     lr_muon, lr_adamw = (factor * rate for rate in optimizers.peak_rates)
     result = TrainStepResult(metrics["main_loss"], verdict.grad_norm, lr_muon, lr_adamw, metrics=metrics)
     if not verdict.finite:
-        optimizers.zero_grad(set_to_none=True)
+        fsdp.drop_gradients(model)
         return replace(result, is_update=False, skipped=True, reason=str(verdict))
     reduce.clip(model.parameters(), grad_clip, verdict.grad_norm)
     optimizers.set_factor(factor)

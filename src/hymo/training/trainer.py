@@ -21,6 +21,7 @@ from hymo.data.loader import BatchStream, Deal, EvalBatches
 from hymo.data.order import SampleOrder
 from hymo.data.prepare import TokenData, prepare
 from hymo.distributed import mesh, reduce
+from hymo.distributed.fsdp import wrap_model_with_fsdp
 from hymo.errors import HyMoError, NotFiniteError
 from hymo.evaluate import EvalResult, evaluate
 from hymo.models.model import HyMo, build_hymo
@@ -31,7 +32,7 @@ from hymo.observe.trackers import open_trackers
 from hymo.observe.units import count, size
 from hymo.optim.build import build_optimizers
 from hymo.plan import flops_per_token
-from hymo.training.flags import thread_optimization_flags
+from hymo.training.flags import resolve_fsdp, thread_optimization_flags
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.scheduler import JointWSDScheduler, Step
 from hymo.training.step import TrainStepResult, attempt_update
@@ -78,8 +79,13 @@ class Trainer:
         self.log = Log()
         self.data = data if data is not None else self._prepare_data()
         self._check_data()
-        self.model = (model if model is not None else build_hymo(config, device=self.device, seed=t.seed)).train()
+        self.sharded = resolve_fsdp(t.fsdp, self.device)
+        if model is None:  # under FSDP2 no rank ever holds the whole model
+            model = build_hymo(config, device="meta" if self.sharded else self.device, seed=t.seed)
+        self.model = model.train()
         self.chosen = self._thread_optimization_flags()
+        if self.sharded:
+            wrap_model_with_fsdp(self.model, config)
         self.optimizers = build_optimizers(self.model, config.optimizer)
         self.scheduler = JointWSDScheduler(config.scheduler)
         default_loss = PretrainingLoss(config.model.mtp_weights, config.model.z_loss)
