@@ -124,10 +124,10 @@ def save(
             final = _commit(run_dir, folder, record)
         except OSError as error:
             problems.append(f"rank 0: {_say(error)}")
+    if rank(group) == 0 and problems:
+        shutil.rmtree(folder, ignore_errors=True)
     final, problems = broadcast_object((final, problems), group=group)
     if problems:
-        if rank(group) == 0:
-            shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(f"step {step} could not be saved in {run_dir}: " + "; ".join(problems))
     assert final is not None
     if rank(group) == 0:
