@@ -92,6 +92,10 @@ def build_parser() -> Parser:
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
     plan.set_defaults(run=run_plan, parser=plan)
 
+    inspect = verbs.add_parser("inspect", help="what a checkpoint holds, whether it is whole, and from which run it is")
+    inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run folder for its newest whole one")
+    inspect.set_defaults(run=run_inspect, parser=inspect)
+
     keys = verbs.add_parser("keys", help="every key of a configuration: type, default, meaning")
     keys.add_argument("section", nargs="?", help="only this section")
     keys.set_defaults(run=run_keys, parser=keys)
@@ -159,6 +163,15 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
     config = load_config(find_config(args.config or args.config_file), overrides)
     return print_plan(config, rows=args.rows)
+
+
+def run_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.checkpoint import store
+    from hymo.runs import find_checkpoint
+
+    no_overrides(overrides, "inspect")
+    print(store.inspect(find_checkpoint(args.checkpoint)))
+    return 0
 
 
 def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -195,7 +195,7 @@ class Trainer:
                 f"{checkpoint}: the run read other text (fingerprint {manifest.meta['data_fingerprint'][:12]}, found "
                 f"{self.data.train.fingerprint[:12]}); accepted: the same data.source and data.tokenizer"
             )
-        torch.set_rng_state(torch.tensor(manifest.meta["rng"], dtype=torch.uint8))
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(manifest.meta["rng"]), dtype=torch.uint8))
         self.last_checkpoint, self._saved_at = checkpoint, self._moment
         how = self._bitwise(manifest)
         self.log.line(f"resumed from {checkpoint}: update {self.step}, attempt {self.attempt}; {how}")
@@ -214,7 +214,7 @@ class Trainer:
             "position": self.position,
             "data_fingerprint": self.data.train.fingerprint,
             "optimizer_settings": self.optimizers.settings(),
-            "rng": torch.get_rng_state().tolist(),
+            "rng": torch.get_rng_state().numpy().tobytes().hex(),
             "world_size": reduce.world_size(),
             "device": self.device.type,
             "threads": torch.get_num_threads(),
