@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hymo.data import ByteTokenizer, TokenSet
-from hymo.data.build import digests
+from hymo.data.parts import digests
 from hymo.data.shards import PartWriter, write_manifest
 
 

@@ -1,10 +1,12 @@
 import itertools
+import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hymo.data import SampleOrder
+from hymo.data import MixOrder, SampleOrder
 
 
 def test_golden_values():
@@ -66,3 +68,42 @@ def test_bad_arguments():
         SampleOrder(0, 0, "")
     with pytest.raises(ValueError, match="position must be at least 0, found -1"):
         SampleOrder(3, 0, "").index(-1)
+
+
+def mix(shares: list[Fraction], sizes: list[int], seed: int = 5) -> MixOrder:
+    return MixOrder([SampleOrder(n, seed, f"source {s}") for s, n in enumerate(sizes)], shares, seed)
+
+
+def test_golden_values_of_a_mix():
+    order = mix([Fraction(7, 10), Fraction(3, 10)], [50, 20])
+    assert [order.index(p) for p in range(12)] == [25, 14, 66, 21, 40, 1, 13, 29, 53, 69, 50, 45]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=4), st.integers(0, 99))
+def test_a_mix_has_exact_shares_and_visits_each_source_by_its_own_epochs(sources, seed):
+    total = sum(weight for weight, _ in sources)
+    shares, sizes = [Fraction(weight, total) for weight, _ in sources], [n for _, n in sources]
+    order = mix(shares, sizes, seed)
+    cycle = math.lcm(*(share.denominator for share in shares))
+    n_cycles = 1 + 2 * max(sizes)
+    dealt = [order.source(p) for p in range(cycle * n_cycles)]
+    for c in range(n_cycles):
+        drawn = [source for source, _ in dealt[c * cycle : (c + 1) * cycle]]
+        assert [drawn.count(s) for s in range(len(sources))] == [share * cycle for share in shares]
+    for s, n in enumerate(sizes):
+        own = [position for source, position in dealt if source == s]
+        assert sorted(own) == list(range(len(own)))  # each position of its own order once
+        ids = sorted(order.index(p) for p, (source, position) in enumerate(dealt) if source == s and position < n)
+        assert ids == list(range(sum(sizes[:s]), sum(sizes[: s + 1])))  # its first epoch: every sample once
+
+
+def test_shares_that_need_too_many_cells_are_rounded():
+    order = mix([Fraction(1, 10_007), Fraction(10_006, 10_007)], [10, 10])
+    assert sum(order.cells) == 4096
+    assert min(order.cells) == 1
+
+
+def test_bad_shares():
+    with pytest.raises(ValueError, match="add up to 1"):
+        mix([Fraction(1, 2), Fraction(1, 3)], [5, 5])

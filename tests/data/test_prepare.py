@@ -5,12 +5,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from hymo.data import DataError, TokenSet, cache_folder
-from hymo.data.build import digests
+from hymo.data import DataError, TokenSet, cache_folder, count_samples, left_over_tokens, make_batch, sample_order
+from hymo.data.parts import digests
 from hymo.data.prepare import prepare
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
@@ -223,3 +224,68 @@ def test_the_default_source_opens_again_at_once(settings):
     data = prepare(config)
     assert time.perf_counter() - began < 2
     assert data.train.n_documents > 300
+
+
+class Weighted:
+    def __init__(self, path: Path, weight: float | None):
+        self.path, self.weight = str(path), weight
+
+
+def test_a_mix_has_the_shares_and_its_own_validation_sets(tmp_path, settings):
+    big, small = write_texts(tmp_path / "big", 60), write_texts(tmp_path / "small", 20)
+    config = settings(None)
+    config.source = [Weighted(big, 0.3), Weighted(small, 0.7)]
+    data = prepare(config)
+    assert [(s.name, s.share) for s in data.train.sources] == [("big", Fraction(3, 10)), ("small", Fraction(7, 10))]
+    alone = {path: prepare(settings([path])) for path in (big, small)}
+    assert documents(data.train) == documents(alone[big].train) + documents(alone[small].train)
+    assert sorted(data.val) == ["val", "val_big", "val_small"]
+    assert data.val["val"].n_documents == data.val["val_big"].n_documents + data.val["val_small"].n_documents
+    order = sample_order(data.train, 8, 1, seed=3)
+    assert order.n_samples == count_samples(data.train, 8, 1)
+    drawn = [order.index(p) < count_samples(alone[big].train, 8, 1) for p in range(1000)]
+    assert drawn.count(True) == 300
+    batch = make_batch(data.train, order, list(range(200)), 8, 1)
+    texts_of_big = set(b" ".join(documents(alone[big].train)))
+    for row, from_big in zip(batch.tokens_BL.tolist(), drawn[:200], strict=True):
+        source = alone[big if from_big else small].train
+        assert bytes(t for t in row if t < 256) in b"".join(documents(source)), texts_of_big
+    reweighted = settings(None)
+    reweighted.source = [Weighted(big, 0.4), Weighted(small, 0.6)]
+    assert prepare(reweighted).train.fingerprint != data.train.fingerprint
+
+
+def test_left_over_tokens_of_a_mix_are_counted_by_source(tmp_path, settings):
+    a, b = write_texts(tmp_path / "a", 30), write_texts(tmp_path / "b", 11)
+    config = settings(None)
+    config.source = [Weighted(a, 1), Weighted(b, 1)]
+    data = prepare(config)
+    parts = [prepare(settings([path])).train for path in (a, b)]
+    assert left_over_tokens(data.train, 16, 2) == sum(left_over_tokens(part, 16, 2) for part in parts)
+    with pytest.raises(DataError, match=r"data.source: 'b': \d+ tokens of training text are less than one sample"):
+        count_samples(data.train, parts[1].n_tokens, 2)
+
+
+def test_weights_for_all_or_none(tmp_path, settings):
+    config = settings(None)
+    for weight in (None, 0, -1.5):
+        config.source = [
+            Weighted(write_texts(tmp_path / f"a{weight}", 3), 1),
+            Weighted(tmp_path / f"a{weight}", weight),
+        ]
+        with pytest.raises(DataError, match=f"has weight {weight}; accepted: above 0 for all sources, or for none"):
+            prepare(config)
+
+
+def test_named_validation_sets(tmp_path, settings):
+    source, other = write_texts(tmp_path / "text", 20), write_texts(tmp_path / "other", 4)
+    data = prepare(settings([source], val={"other": [str(other)]}))
+    assert sorted(data.val) == ["other", "val"]
+    assert documents(data.val["other"]) == [path.read_bytes() for path in sorted(other.iterdir())]
+
+
+def test_a_mix_of_several_tokenizers_is_refused(tmp_path, settings, bpe_file):
+    a = prepare(settings([write_texts(tmp_path / "a", 5)])).train.folder
+    b = prepare(settings([tmp_path / "a"], tokenizer=str(bpe_file))).train.folder
+    with pytest.raises(DataError, match="the sources have several tokenizers"):
+        TokenSet(a, b)

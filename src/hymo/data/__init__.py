@@ -12,6 +12,7 @@ _HOMES = {
         "IGNORED", "Batch", "DocLayout", "count_samples", "left_over_tokens", "make_batch", "sample_order"
     ),
     "hymo.data.dataset": ("BuildReport", "build"),
+    "hymo.data.overview": ("build_command", "inspect", "inspect_command"),
     "hymo.data.loader": ("BatchStream", "Deal", "EvalBatches", "bits_per_byte"),
     "hymo.data.order": ("MixOrder", "SampleOrder"),
     "hymo.data.prepare": ("TokenData", "cache_folder"),

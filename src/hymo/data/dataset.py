@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hymo.data.bpe import train_bpe
-from hymo.data.build import Job, Split, digests, write_token_sets
+from hymo.data.parts import Job, Split, digests, write_token_sets
 from hymo.data.readers import DataError, Document
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import Source, check_unchanged, open_source

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from filelock import FileLock
 
-from hymo.data.build import SETS, Job, Progress, Split, write_token_sets
 from hymo.data.dataset import is_data_set, open_data_set
+from hymo.data.parts import SETS, Job, Progress, Split, write_token_sets
 from hymo.data.readers import DataError
 from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_over
 from hymo.data.source import Source, check_unchanged, open_source

@@ -112,12 +112,18 @@ class FileTokenizer:
         if self._tiktoken is None:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        results = [self._tiktoken.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        results = [self._encode_fast(text) for text in texts]
         for text, ids in zip(texts, results, strict=True):
             if self._n_encoded % CHECKED_EVERY == 0 and len(text) <= MOST_CHECKED:
                 self._check(text, ids)
             self._n_encoded += 1
         return results
+
+    def _encode_fast(self, text: str) -> Ids:
+        try:
+            return self._tiktoken.encode_to_numpy(text, disallowed_special=())  # type: ignore[union-attr]
+        except ValueError:  # its regular expressions have a stack that very long runs of spaces exceed
+            return np.array(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def _check(self, text: str, ids: Ids) -> None:
         if self.backend.encode(text, add_special_tokens=False).ids != ids.tolist():

@@ -25,7 +25,7 @@ from hymo.data.tokenize import Tokenizer, open_tokenizer
 
 Progress = Callable[[int, int], None]
 SETS = ("train", "val")
-LEAST_UNIT_BYTES, MOST_UNITS = 64 << 20, 256
+LEAST_UNIT_BYTES, MOST_UNITS = 4 << 20, 256
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 4 << 20
 _KEPT_FAULTS = 5
 
