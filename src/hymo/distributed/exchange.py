@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hymo.distributed.exchange_plan import ExchangePlan, Layout, Tile
 
-Orthogonalize = Callable[[Tensor], Tensor]
+Orthogonalize = Callable[[int, Tensor, Tensor], None]
 Pack = Callable[[int, Tensor], None]
 
 
@@ -158,11 +158,11 @@ class Exchange:
         self.batches = [_batches(plan, r.owned) for r in self.routes]
         self.sent_bytes = 0
 
-    def run(self, pack: Pack, orthogonalize: Callable[[int, Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def run(self, pack: Pack, orthogonalize: Orthogonalize) -> Iterator[tuple[int, Tensor]]:
         """Yield (bucket, flat results of this rank's tiles, in the order of `route.results`).
 
         pack(bucket, buffer) fills a flat buffer with this rank's tiles in the order of `route.sent`;
-        orthogonalize(kind, x [N, m, n]) returns the results of equal matrices.
+        orthogonalize(kind, x [N, m, n], out) writes the results of equal matrices; it may overwrite x.
         """
         self.sent_bytes = 0
         flying = [self._send(k, pack) for k in range(min(2, len(self.routes)))]
@@ -213,7 +213,7 @@ class Exchange:
         )
         return out, _Holding(work, buffer)
 
-    def _orthogonalize(self, k: int, gathered: Tensor, orthogonalize: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def _orthogonalize(self, k: int, gathered: Tensor, orthogonalize: Orthogonalize) -> Tensor:
         r, matrices = self.routes[k], self.plan.matrices
         back = torch.empty(sum(r.return_sizes), dtype=self.dtype, device=self.device)
         offset = 0
@@ -221,7 +221,7 @@ class Exchange:
             (m, n), kind, count = matrices[indices[0]].shape, matrices[indices[0]].kind, len(indices)
             if self.group is None:  # one rank: buffers are the matrices themselves, end to end
                 span = slice(offset, offset + count * m * n)
-                back[span] = orthogonalize(kind, gathered[span].view(count, m, n)).to(self.dtype).reshape(-1)
+                orthogonalize(kind, gathered[span].view(count, m, n), back[span].view(count, m, n))
                 offset = span.stop
                 continue
             x_Nmn = torch.empty(count, m, n, dtype=self.dtype, device=self.device)
@@ -229,7 +229,8 @@ class Exchange:
             for pieces in r.gathered:
                 for first, run in _neighbours(pieces, place):
                     _tile_of(x_Nmn, place[first.matrix], run, first.tile).copy_(_span(gathered, first, run))
-            o_Nmn = orthogonalize(kind, x_Nmn)
+            o_Nmn = torch.empty_like(x_Nmn)
+            orthogonalize(kind, x_Nmn, o_Nmn)
             for pieces in r.returned:
                 for first, run in _neighbours(pieces, place):
                     _span(back, first, run).copy_(_tile_of(o_Nmn, place[first.matrix], run, first.tile))

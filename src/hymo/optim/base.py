@@ -5,6 +5,7 @@ and one step over all groups that use it. Rates are float64 scalars on the param
 a schedule never makes the host wait; `set_factor` returns the same rates as Python floats for logs.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,11 @@ def gradient(param: Tensor, dtype: torch.dtype) -> Tensor:
     """This process's part of a parameter's gradient (there must be one) in `dtype`; never changed by a caller."""
     assert param.grad is not None
     return local(param.grad).to(dtype)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels can run there: on CUDA, or anywhere in Triton's interpreter (a switch for debugging)."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -179,6 +185,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         saved_settings = [{k: v for k, v in g.items() if k not in BOOKKEEPING} for g in saved_groups]
         if not allow_changed_settings:
             self.check_settings(saved_settings)
+        self.prepared.clear()
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             if len(group["params"]) != len(saved["params"]):
                 raise ValueError(

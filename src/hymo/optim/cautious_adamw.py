@@ -15,6 +15,7 @@ from hymo.optim.base import (
     gradient,
     local,
     register,
+    runs_triton,
     state_dtype,
     target,
 )
@@ -83,10 +84,28 @@ def decay_of(group: Group) -> float:
 def adamw_step(optimizer: GroupedOptimizer, groups: list[Group]) -> None:
     for group in groups:
         with_grad = [p for p in group["params"] if p.grad is not None]
-        for p in with_grad:
-            optimizer.state[p]["step"] += 1
+        if not with_grad:
+            continue
+        torch._foreach_add_([optimizer.state[p]["step"] for p in with_grad], 1.0)
+        if runs_triton(with_grad[0].device) and _fused(optimizer, group, with_grad):
+            continue
         for chunk in _chunks(with_grad):
             _update([(p, optimizer.state[p]) for p in chunk], group)
+
+
+def _fused(optimizer: GroupedOptimizer, group: Group, params: list[Tensor]) -> bool:
+    """One launch for the whole group, where Triton is there and the tensors allow it."""
+    try:
+        from hymo.optim import triton_step
+    except ImportError:
+        return False
+    key = frozenset(params)
+    if key not in optimizer.prepared:
+        fit = triton_step.adamw_supports(params)
+        optimizer.prepared[key] = [triton_step.AdamWTables(params, params[0].device)] if fit else []
+    for tables in optimizer.prepared[key]:
+        tables.run(optimizer.state, group, decay_of(group))
+    return bool(optimizer.prepared[key])
 
 
 def _chunks(params: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hymo.distributed.exchange import Exchange, layout_of
-from hymo.distributed.exchange_plan import ExchangePlan, Matrix, Tile, matrices_of, plan_exchange
-from hymo.optim.base import Group, gradient, group_name, local, target
-from hymo.optim.orthogonalize import Orthogonalizer, get_orthogonalizer, orthogonalize, wire_dtype
+from hymo.distributed.exchange_plan import ExchangePlan, Layout, Matrix, Tile, matrices_of, plan_exchange
+from hymo.optim.base import Group, gradient, group_name, local, runs_triton, target
+from hymo.optim.batched import orthogonalize_batch
+from hymo.optim.orthogonalize import Orthogonalizer, get_orthogonalizer, wire_dtype
 from hymo.optim.update import (
     apply_update,
     inverse_root,
@@ -89,11 +90,22 @@ def _runs(pieces: Iterable[Any], plan: ExchangePlan) -> tuple[Run, ...]:
     return tuple(Run(tuple(p.matrix for p in run), run[0].tile, run[0].offset) for run in found)
 
 
+def address_tables(step: "MatrixStep", device: torch.device) -> Any:
+    """What the Triton form of a step needs, or None where it does not apply."""
+    if not runs_triton(device):
+        return None
+    try:
+        from hymo.optim import triton_step
+    except ImportError:
+        return None
+    return triton_step.AddressTables(step) if triton_step.supports(step) else None
+
+
 class MatrixStep:
     """A prepared step over parameters that share their processes, orthogonalizer dtype and device."""
 
     def __init__(
-        self, entries: list[tuple[Tensor, Group, str]], ranks: tuple[int, ...], layouts: list[Any], bucket: int
+        self, entries: list[tuple[Tensor, Group, str]], ranks: tuple[int, ...], layouts: list[Layout], bucket: int
     ):
         """entries: (parameter, group, name); layouts: of each. Matrices of different groups get different kinds."""
         self.entries = entries
@@ -118,87 +130,31 @@ class MatrixStep:
         self.result_runs = [_runs(r.results, self.plan) for r in self.exchange.routes]
         self.sums = len(ranks) > 1 and not all(m.layout.complete for m in matrices)
         self.cut_statistics = [i for i, m in enumerate(matrices) if self._statistic_is_cut(m)]
-
-    # ---- the step ----
+        self.indices: dict[Run, Tensor] = {}
+        self.tables = address_tables(self, first.device)  # None: plain tensor operations
 
     def run(self, states: dict[Tensor, dict[str, Tensor]]) -> None:
-        held = [self._held(param, group, name, states[param]) for param, group, name in self.entries]
-        _momentum(held)
-        statistics = _Statistics(self, held)
+        """One update of every parameter of the step."""
+        parts: Parts = Parts(self, states) if self.tables is None else self.tables.begin(states)
         kept: list[tuple[int, Tensor]] = []
-        for k, results in self.exchange.run(lambda k, buffer: self._pack(held, k, buffer), self._orthogonalize):
+        for k, results in self.exchange.run(parts.pack, self._orthogonalize):
             for run in self.result_runs[k]:
-                statistics.add(run, self._results(results, run, held))
+                parts.add(run, results[run.span])
             if self.sums:
                 kept.append((k, results))
             else:
-                self._finish(held, k, results, statistics)
+                parts.finish(self.result_runs[k], results)
         if self.sums:
-            statistics.sum_over_processes()
+            parts.sum_over_processes()
             for k, results in kept:
-                self._finish(held, k, results, statistics)
-        for h in held:
-            if "master" in h.state:
-                local(h.param).copy_(h.weight)
+                parts.finish(self.result_runs[k], results)
+        parts.end()
 
-    def _held(self, param: Tensor, group: Group, name: str, state: dict[str, Tensor]) -> Held:
-        weight = target(param, state)
-        grad = gradient(param, weight.dtype)
-        return Held(param, state, group, name, weight, grad, grad)
-
-    def _pack(self, held: list[Held], k: int, buffer: Tensor) -> None:
-        for run in self.send_runs[k]:
-            parts = [self._view(held, "update", i, run.tile) for i in run.matrices]
-            torch._foreach_copy_(list(buffer[run.span].view(len(parts), *run.tile.shape).unbind()), parts)
-
-    def _orthogonalize(self, kind: int, x_Nmn: Tensor) -> Tensor:
-        return orthogonalize(x_Nmn, self.records[kind])
-
-    def _view(self, held: list[Held], key: str, index: int, tile: Tile) -> Tensor:
-        matrix = self.plan.matrices[index]
-        return held[matrix.param].view(key, matrix, tile, self.rank)
-
-    def _results(self, results: Tensor, run: Run, held: list[Held]) -> Tensor:
-        """[N, r, c] in the dtype of the weights."""
-        weight = held[self.plan.matrices[run.matrices[0]].param].weight
-        return results[run.span].view(len(run.matrices), *run.tile.shape).to(weight.dtype)
-
-    def _finish(self, held: list[Held], k: int, results: Tensor, statistics: "_Statistics") -> None:
-        for run in self.result_runs[k]:
-            matrix = self.plan.matrices[run.matrices[0]]
-            group, (m, n) = self.groups[matrix.kind], matrix.shape
-            u_Nrc = self._results(results, run, held)
-            if u_Nrc.data_ptr() == results[run.span].data_ptr():
-                u_Nrc = u_Nrc.clone()
-            inverse = statistics.inverse.get(run)
-            if inverse is not None:
-                u_Nrc.mul_(inverse)
-            before, after, grad_norm = statistics.norms(run)
-            factor = rescale_factor(
-                group["scale"],
-                shape_scale(group["scale"], m, n),
-                before,
-                after,
-                grad_norm if group["scale"] == "grad_norm" else None,
-            )
-            u_Nrc.mul_(factor.to(u_Nrc.dtype)[:, None, None])
-            self._apply(held, run, u_Nrc, group)
-
-    def _apply(self, held: list[Held], run: Run, u_Nrc: Tensor, group: Group) -> None:
-        weights = [self._view(held, "weight", i, run.tile) for i in run.matrices]
-        w_Nrc = torch.stack(weights)
-        lr = group["lr"]
-        decay = group["weight_decay"] * (lr if group["decay"] == "lr_squared" else 1.0)
-        source = None
-        if group["cautious_wd"]:
-            key = {"momentum": "momentum", "grad": "grad"}.get(group["mask"])
-            source = u_Nrc if key is None else torch.stack([self._view(held, key, i, run.tile) for i in run.matrices])
-        apply_update(w_Nrc, u_Nrc, lr, decay, source)
-        torch._foreach_copy_(weights, list(w_Nrc.unbind()))
-
-    # ---- layout of statistics ----
+    def _orthogonalize(self, kind: int, x_Nmn: Tensor, out_Nmn: Tensor) -> None:
+        orthogonalize_batch(x_Nmn, self.records[kind], out_Nmn)
 
     def axis(self, matrix: Matrix) -> int:
+        """Dimension that the matrix's second moment averages over, -1 or -2."""
         return statistic_axis(self.groups[matrix.kind]["axis"], *matrix.shape)
 
     def normalizes(self, matrix: Matrix) -> bool:
@@ -207,6 +163,172 @@ class MatrixStep:
     def _statistic_is_cut(self, matrix: Matrix) -> bool:
         """Whether the axis that the statistic averages over is divided among processes."""
         return self.normalizes(matrix) and matrix.layout.cuts_dimension(len(matrix.layout.shape) + self.axis(matrix))
+
+
+class Parts:
+    """The work on this process's parts in one step, by plain tensor operations.
+
+    The second moment of a row averages over its columns. A process that has the whole row updates it as soon as the
+    row is there; where columns are cut, partial sums of all such rows go through one all-reduce first. Norms of cut
+    matrices go through a second one.
+    """
+
+    def __init__(self, step: MatrixStep, states: dict[Tensor, dict[str, Tensor]]):
+        self.step, self.plan, self.rank = step, step.plan, step.rank
+        self.held = [self._hold(param, group, name, states[param]) for param, group, name in step.entries]
+        self.device = self.held[0].weight.device
+        _momentum(self.held)
+        self.squares: dict[Run, Tensor] = {}
+        self.inverse: dict[Run, Tensor] = {}
+        # Of each run float64 [3, N]: squared norm before and after the second moment, and of the gradient.
+        self.totals: dict[Run, Tensor] = {}
+        self.slots: dict[int, slice] = {}
+        offset = 0
+        for index in step.cut_statistics:
+            m, n = self.plan.matrices[index].shape
+            length = m if step.axis(self.plan.matrices[index]) == -1 else n
+            self.slots[index] = slice(offset, offset + length)
+            offset += length
+        self.partial = torch.zeros(offset, dtype=torch.float64, device=self.device)
+
+    def _hold(self, param: Tensor, group: Group, name: str, state: dict[str, Tensor]) -> Held:
+        weight = target(param, state)
+        grad = gradient(param, weight.dtype)
+        return Held(param, state, group, name, weight, grad, grad)
+
+    def _view(self, key: str, index: int, tile: Tile) -> Tensor:
+        matrix = self.plan.matrices[index]
+        return self.held[matrix.param].view(key, matrix, tile, self.rank)
+
+    def _views(self, key: str, run: Run) -> list[Tensor]:
+        return [self._view(key, i, run.tile) for i in run.matrices]
+
+    def _first(self, run: Run) -> tuple[Matrix, Group]:
+        matrix = self.plan.matrices[run.matrices[0]]
+        return matrix, self.step.groups[matrix.kind]
+
+    # ---- in the order of the step ----
+
+    def pack(self, k: int, buffer: Tensor) -> None:
+        """Round this process's parts of bucket k into the buffer."""
+        for run in self.step.send_runs[k]:
+            parts = self._views("update", run)
+            torch._foreach_copy_(list(buffer[run.span].view(len(parts), *run.tile.shape).unbind()), parts)
+
+    def add(self, run: Run, results: Tensor) -> None:
+        """Take in the flat results of a run: sums of squares, and the second moment where its rows are whole."""
+        matrix, group = self._first(run)
+        axis = self.step.axis(matrix)
+        o_Nrc = self._results(run, results)
+        squares = self.squares[run] = o_Nrc.square().sum(axis, keepdim=True)
+        if run.matrices[0] in self.slots:
+            low, high = run.tile.rows if axis == -1 else run.tile.cols
+            for i, values in zip(run.matrices, squares.flatten(1), strict=True):
+                if self.plan.matrices[i].layout.is_primary(self.rank):
+                    start = self.slots[i].start
+                    self.partial[start + low : start + high] += values
+        elif self.step.normalizes(matrix):
+            moments = [self._moment(i, run.tile) for i in run.matrices]
+            self._update_moments(moments, squares, matrix, axis)
+            self.inverse[run] = inverse_root(torch.stack(moments), group["eps"])
+        self._total(run)
+
+    def _total(self, run: Run) -> None:
+        squares = self.squares[run].double()
+        before = after = squares.sum((1, 2))
+        if run in self.inverse:
+            after = (squares * self.inverse[run].double().square()).sum((1, 2))
+        grad = torch.zeros_like(before)
+        if self._first(run)[1]["scale"] == "grad_norm":
+            grad = torch.stack([g.double().square().sum() for g in self._views("grad", run)])
+        self.totals[run] = torch.stack([before, after, grad])
+
+    def sum_over_processes(self) -> None:
+        """Make statistics and norms those of whole matrices."""
+        if self.slots:
+            self.step.exchange.all_reduce(self.partial)
+            for index, slot in self.slots.items():
+                self._update_cut_moment(index, self.partial[slot])
+            for run in [run for run in self.totals if run.matrices[0] in self.slots]:
+                moments = [self._moment(i, run.tile) for i in run.matrices]
+                self.inverse[run] = inverse_root(torch.stack(moments), self._first(run)[1]["eps"])
+                self._total(run)
+        whole = torch.zeros(3, len(self.plan.matrices), dtype=torch.float64, device=self.device)
+        for run, totals in self.totals.items():
+            if self.plan.matrices[run.matrices[0]].layout.is_primary(self.rank):
+                whole.index_add_(1, self._indices(run), totals)
+        self.step.exchange.all_reduce(whole)
+        for run in self.totals:
+            self.totals[run] = whole[:, self._indices(run)]
+
+    def _indices(self, run: Run) -> Tensor:
+        """The run's matrices as a tensor, made once: a copy to the device would make the host wait."""
+        cache = self.step.indices
+        if run not in cache:
+            cache[run] = torch.tensor(run.matrices, device=self.device)
+        return cache[run]
+
+    def finish(self, runs: Iterable[Run], results: Tensor) -> None:
+        """Update the parts of these runs."""
+        for run in runs:
+            matrix, group = self._first(run)
+            u_Nrc = self._results(run, results[run.span])
+            if u_Nrc.dtype == results.dtype:
+                u_Nrc = u_Nrc.clone()
+            if run in self.inverse:
+                u_Nrc.mul_(self.inverse[run])
+            before, after, grad = self.totals[run].sqrt()
+            shape = shape_scale(group["scale"], *matrix.shape)
+            factor = rescale_factor(group["scale"], shape, before, after, grad)
+            u_Nrc.mul_(factor.to(u_Nrc.dtype)[:, None, None])
+            self._apply(run, u_Nrc, group)
+
+    def end(self) -> None:
+        """Round the full-precision copies into half-precision parameters."""
+        for h in self.held:
+            if "master" in h.state:
+                local(h.param).copy_(h.weight)
+
+    # ---- their parts ----
+
+    def _results(self, run: Run, results: Tensor) -> Tensor:
+        """[N, r, c] in the dtype of the weights."""
+        weight = self.held[self.plan.matrices[run.matrices[0]].param].weight
+        return results.view(len(run.matrices), *run.tile.shape).to(weight.dtype)
+
+    def _apply(self, run: Run, u_Nrc: Tensor, group: Group) -> None:
+        weights = self._views("weight", run)
+        w_Nrc = torch.stack(weights)
+        lr = group["lr"]
+        decay = group["weight_decay"] * (lr if group["decay"] == "lr_squared" else 1.0)
+        source = None
+        if group["cautious_wd"]:
+            source = u_Nrc if group["mask"] == "update" else torch.stack(self._views(group["mask"], run))
+        apply_update(w_Nrc, u_Nrc, lr, decay, source)
+        torch._foreach_copy_(weights, list(w_Nrc.unbind()))
+
+    def _moment(self, index: int, tile: Tile) -> Tensor:
+        key = "second_moment" if self.step.axis(self.plan.matrices[index]) == -1 else "second_moment_columns"
+        return self._view(key, index, tile)
+
+    def _update_moments(self, moments: list[Tensor], squares: Tensor, matrix: Matrix, axis: int) -> None:
+        v = torch.stack(moments)
+        lerp_second_moment(v, squares, matrix.shape[axis], self.step.groups[matrix.kind]["betas"][1])
+        torch._foreach_copy_(moments, list(v.unbind()))
+
+    def _update_cut_moment(self, index: int, sums: Tensor) -> None:
+        """Every process that holds values of this second moment updates them, also one without a tile."""
+        matrix = self.plan.matrices[index]
+        axis = self.step.axis(matrix)
+        *expert, rows, cols = matrix.layout.box(self.rank)
+        if expert and not expert[0][0] <= (matrix.block.expert or 0) < expert[0][1]:
+            return
+        low = max(rows[0], matrix.block.start) - matrix.block.start
+        high = max(low, min(rows[1], matrix.block.stop) - matrix.block.start)
+        span = (low, high) if axis == -1 else cols
+        if span[0] < span[1]:
+            moment = self._moment(index, Tile((low, high), cols))
+            self._update_moments([moment], sums[slice(*span)].reshape(moment.shape)[None], matrix, axis)
 
 
 def _momentum(held: list[Held]) -> None:
@@ -222,119 +344,6 @@ def _momentum(held: list[Held]) -> None:
         updates = torch._foreach_lerp(grads, momenta, beta) if group["nesterov"] else momenta
         for h, update in zip(members, updates, strict=True):
             h.update = update
-
-
-class _Statistics:
-    """Sums of squares of the results, and what follows from them.
-
-    The second moment of a row averages over its columns. If a process has the whole row, it updates the second moment
-    as soon as the row is there; if columns are cut, partial sums of all such rows go through one all-reduce first.
-    Norms of cut matrices go through a second one.
-    """
-
-    def __init__(self, step: MatrixStep, held: list[Held]):
-        self.step, self.held, self.rank = step, held, step.rank
-        device = held[0].weight.device
-        # Rows of `totals`: squared norm before and after the second moment, and of the gradient.
-        self.totals = torch.zeros(3, len(step.plan.matrices), dtype=torch.float64, device=device)
-        self.squares: dict[Run, Tensor] = {}
-        self.inverse: dict[Run, Tensor] = {}
-        self.slots: dict[int, slice] = {}
-        offset = 0
-        for index in step.cut_statistics:
-            m, n = step.plan.matrices[index].shape
-            length = m if step.axis(step.plan.matrices[index]) == -1 else n
-            self.slots[index] = slice(offset, offset + length)
-            offset += length
-        self.partial = torch.zeros(offset, dtype=torch.float64, device=device)
-
-    def add(self, run: Run, o_Nrc: Tensor) -> None:
-        """Take in the results of a run."""
-        matrix = self.step.plan.matrices[run.matrices[0]]
-        axis = self.step.axis(matrix)
-        squares = o_Nrc.square().sum(axis, keepdim=True)
-        self.squares[run] = squares
-        if run.matrices[0] in self.slots:
-            tile_range = run.tile.rows if axis == -1 else run.tile.cols
-            for i, values in zip(run.matrices, squares.flatten(1), strict=True):
-                if self._counts(i):
-                    start = self.slots[i].start
-                    self.partial[start + tile_range[0] : start + tile_range[1]] += values
-        elif self.step.normalizes(matrix):
-            moments = [self._moment(i, run.tile) for i in run.matrices]
-            self._update(moments, squares, matrix, axis)
-            self._invert(run, moments, matrix)
-        self._norms(run, matrix)
-
-    def _counts(self, index: int) -> bool:
-        return self.step.plan.matrices[index].layout.is_primary(self.rank) or not self.step.sums
-
-    def _moment(self, index: int, tile: Tile) -> Tensor:
-        matrix = self.step.plan.matrices[index]
-        key = "second_moment" if self.step.axis(matrix) == -1 else "second_moment_columns"
-        return self.held[matrix.param].view(key, matrix, tile, self.rank)
-
-    def _update(self, moments: list[Tensor], squares: Tensor, matrix: Matrix, axis: int) -> None:
-        v = torch.stack(moments)
-        lerp_second_moment(v, squares, matrix.shape[axis], self.step.groups[matrix.kind]["betas"][1])
-        torch._foreach_copy_(moments, list(v.unbind()))
-
-    def _invert(self, run: Run, moments: list[Tensor], matrix: Matrix) -> None:
-        self.inverse[run] = inverse_root(torch.stack(moments), self.step.groups[matrix.kind]["eps"])
-
-    def _norms(self, run: Run, matrix: Matrix) -> None:
-        """Squared norms of this process's tiles; those of a cut second moment follow after its sums."""
-        indices = [i for i in run.matrices if self._counts(i)]
-        if len(indices) != len(run.matrices):
-            return  # replicas of one parameter are alike, so a run counts as a whole or not at all
-        squares = self.squares[run].double()
-        where = slice(run.matrices[0], run.matrices[0] + len(indices))
-        if list(run.matrices) != list(range(where.start, where.stop)):
-            where = list(run.matrices)  # type: ignore[assignment]
-        self.totals[0, where] += squares.sum((1, 2))
-        if run in self.inverse:
-            self.totals[1, where] += (squares * self.inverse[run].double().square()).sum((1, 2))
-        if self.step.groups[matrix.kind]["scale"] == "grad_norm":
-            parts = [self.step._view(self.held, "grad", i, run.tile) for i in run.matrices]
-            self.totals[2, where] += torch.stack([p.double().square().sum() for p in parts])
-
-    def sum_over_processes(self) -> None:
-        if self.slots:
-            self.step.exchange.all_reduce(self.partial)
-            for index, slot in self.slots.items():
-                self._update_cut(index, self.partial[slot])
-            for run in self.squares:
-                if run.matrices[0] in self.slots:
-                    self._finish_cut(run)
-        self.step.exchange.all_reduce(self.totals)
-
-    def _update_cut(self, index: int, sums: Tensor) -> None:
-        """Every process that holds values of this second moment updates them, also one without a tile."""
-        matrix = self.step.plan.matrices[index]
-        axis = self.step.axis(matrix)
-        *expert, rows, cols = matrix.layout.box(self.rank)
-        if expert and not expert[0][0] <= (matrix.block.expert or 0) < expert[0][1]:
-            return
-        low = max(rows[0], matrix.block.start) - matrix.block.start
-        high = min(rows[1], matrix.block.stop) - matrix.block.start
-        span = (low, max(low, high)) if axis == -1 else cols
-        if span[0] >= span[1]:
-            return
-        moment = self._moment(index, Tile((low, max(low, high)), cols))
-        part = sums[span[0] : span[1]].reshape(moment.shape)
-        self._update([moment], part[None], matrix, axis)
-
-    def _finish_cut(self, run: Run) -> None:
-        matrix = self.step.plan.matrices[run.matrices[0]]
-        self._invert(run, [self._moment(i, run.tile) for i in run.matrices], matrix)
-        if all(self._counts(i) for i in run.matrices):
-            after = (self.squares[run].double() * self.inverse[run].double().square()).sum((1, 2))
-            self.totals[1, list(run.matrices)] += after
-
-    def norms(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Frobenius norms [N] of whole matrices: before, after the second moment, of the gradient."""
-        before, after, grad = self.totals[:, list(run.matrices)].sqrt()
-        return before, after if run in self.inverse else before, grad
 
 
 def prepare(
