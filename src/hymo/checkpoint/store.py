@@ -46,6 +46,7 @@ from hymo.distributed.reduce import broadcast_object, gather_objects, is_distrib
 __all__ = [
     "CheckpointError",
     "Manifest",
+    "difference",
     "flatten",
     "inspect",
     "is_whole",
@@ -162,8 +163,8 @@ def load(
         tensors = {key: t for key, t in tensors.items() if key.split(".", 1)[0] in only}
     problem: CheckpointError | None = None
     try:
-        if difference := _difference(tensors, record, only):
-            raise CheckpointError(f"{path} holds another state than this one: {difference}")
+        if other := difference(tensors, record, only):
+            raise CheckpointError(f"{path} holds another state than this one: {other}")
         described = read_metadata(path, record.files)
         if missing := [key for key in tensors if key not in described.state_dict_metadata]:
             raise CheckpointError(f"{path} is damaged: its .metadata lacks {_some(missing)}", files.one_before(path))
@@ -334,7 +335,7 @@ def _verify_together(path: Path, hashes: bool, group: ProcessGroup | None) -> Ma
     return record
 
 
-def _difference(tensors: Mapping[str, Tensor], record: Manifest, only: Collection[str] | None) -> str:
+def difference(tensors: Mapping[str, Tensor], record: Manifest, only: Collection[str] | None) -> str:
     """How the wanted tensors differ from the saved ones, in words; '' if they agree."""
     saved = {k: t for k, t in record.tensors.items() if only is None or k.split(".", 1)[0] in only}
     wanted = {k: describe_tensor(t) for k, t in tensors.items()}
