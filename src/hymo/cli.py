@@ -96,6 +96,17 @@ def build_parser() -> Parser:
     inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run folder for its newest whole one")
     inspect.set_defaults(run=run_inspect, parser=inspect)
 
+    bench = verbs.add_parser("bench", help="side by side with what else is installed, error and limit beside each time")
+    kinds = bench.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
+    steps = kinds.add_parser("train", help="tokens a second of real steps, and where their time goes")
+    add_config(steps)
+    steps.add_argument("--steps", type=int, default=20, metavar="N", help="steps to time (default: 20)")
+    steps.add_argument("--trace", metavar="FILE", help="write the profiler's trace")
+    steps.set_defaults(run=run_bench_train, parser=steps)
+    for what in ("recurrence",):
+        kind = kinds.add_parser(what, help=f"the {what} beside its peers (its own options: --help)", add_help=False)
+        kind.set_defaults(run=run_bench_part, parser=kind, rest=[])
+
     keys = verbs.add_parser("keys", help="every key of a configuration: type, default, meaning")
     keys.add_argument("section", nargs="?", help="only this section")
     keys.set_defaults(run=run_keys, parser=keys)
@@ -165,6 +176,24 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     return print_plan(config, rows=args.rows)
 
 
+def run_bench_train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from pathlib import Path
+
+    from hymo.bench import train
+    from hymo.config_io import find_config, load_config
+
+    config = load_config(find_config(args.config or args.config_file), overrides)
+    return train.run(config, steps=args.steps, trace=Path(args.trace) if args.trace else None)
+
+
+def run_bench_part(args: argparse.Namespace, overrides: list[str]) -> int:
+    import importlib
+
+    no_overrides(overrides, f"bench {args.what}")
+    code: int = importlib.import_module(f"hymo.bench.{args.what}").main(args.rest)
+    return code
+
+
 def run_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.checkpoint import store
     from hymo.runs import find_checkpoint
@@ -199,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verb is None:
         parser.print_help()
         return 0
-    if unknown:
+    if hasattr(args, "rest"):
+        args.rest = unknown
+    elif unknown:
         args.parser.refuse_unknown(unknown[0])
     verb: Callable[[argparse.Namespace, list[str]], int] = args.run
     try:

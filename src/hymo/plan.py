@@ -79,13 +79,22 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     Matrix products at 6 a weight; the head once for each prediction (main and MTP); causal attention at half the
     square; the recurrence's state update and read-out. No recomputation, no padding, no optimizer.
     """
+    return sum(part_flops(model, seq_len).values())
+
+
+def part_flops(model: ModelConfig, seq_len: int) -> dict[str, float]:
+    """`flops_per_token` by part of the model."""
     m, counts = model, parameter_counts(model)
-    head = m.vocab_size * m.dim
-    matrices = counts.active - counts.embedding - counts.head - counts.norms
     n_mla = sum(is_mla(m, i) for i in range(m.n_layers))
-    attention = (n_mla + m.mtp_depth) * m.mla_heads * (m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim) * seq_len / 2
-    recurrence = (m.n_layers - n_mla) * m.gdn_heads * m.gdn_state_dim * m.gdn_head_dim * 2
-    return 6 * (matrices + (1 + m.mtp_depth) * head + attention + recurrence)
+    attention = m.mla_heads * (m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim) * seq_len / 2
+    recurrence = m.gdn_heads * m.gdn_state_dim * m.gdn_head_dim * 2
+    return {
+        "GDN": 6 * (counts.gdn + (m.n_layers - n_mla) * recurrence),
+        "attention": 6 * (counts.mla + n_mla * attention),
+        "MoE": 6 * (counts.moe - counts.inactive),
+        "MTP": 6 * (counts.mtp + m.mtp_depth * attention),
+        "head and losses": 6 * (1 + m.mtp_depth) * m.vocab_size * m.dim,
+    }
 
 
 def parameter_table(config: HyMoConfig) -> Table:
