@@ -1,8 +1,8 @@
 """Causal attention inside documents: softmax(scale q k^T) v, where a token sees earlier tokens of its own document.
 
 Back ends, chosen by rule and logged once:
-- ``sdpa``: torch's scaled_dot_product_attention. On a CPU always, with one boolean mask a batch when documents are
-  packed; on CUDA when a row is one document, or when Triton is missing.
+- ``sdpa``: torch's scaled_dot_product_attention. On a CPU always, with one mask a batch when documents are packed; on
+  CUDA when a row is one document, or when Triton is missing.
 - ``flex``: compiled FlexAttention with a block mask; on CUDA when documents are packed, since it skips the blocks that
   the mask forbids.
 
@@ -26,7 +26,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 logger = logging.getLogger(__name__)
 
 AttentionMask = Tensor | BlockMask | None
-"""None: plain causal. Tensor: bool [B, 1, T, T], True where a query may look. BlockMask: the same for FlexAttention."""
+"""None: plain causal. Tensor: [B, 1, T, T], 0 where a query may look and -inf elsewhere (SDPA would turn a boolean mask
+into this in every layer). BlockMask: the same for FlexAttention."""
 
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -48,7 +49,8 @@ def build_mask(doc_ids_BT: Tensor | None) -> AttentionMask:
         return _block_mask(doc_ids_BT)
     length = doc_ids_BT.shape[1]
     same = doc_ids_BT[:, :, None] == doc_ids_BT[:, None, :]
-    return (same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril())[:, None]
+    allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+    return torch.zeros(allowed.shape, device=same.device).masked_fill_(~allowed, -torch.inf)[:, None]
 
 
 def _block_mask(doc_ids_BT: Tensor) -> BlockMask:
@@ -78,6 +80,8 @@ def attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, mask: AttentionMas
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV))
     if isinstance(mask, BlockMask):
         return _compiled_flex()(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+    if mask is not None:
+        mask = mask.to(q.dtype)
     if q.is_cuda:
         with sdpa_kernel(CUDA_ORDER, set_priority=True):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)

@@ -21,7 +21,7 @@ class _CausalConv(torch.autograd.Function):
         w_KC = w_CK.t().contiguous().to(x_BTC.dtype)
         y = x_BTC * w_KC[-1]
         for j in range(1, min(taps, x_BTC.shape[1])):
-            y[:, j:].addcmul_(_earlier(x_BTC, j, doc_ids_BT), w_KC[-1 - j])
+            y[:, j:].addcmul_(_inside(x_BTC[:, : x_BTC.shape[1] - j], j, doc_ids_BT), w_KC[-1 - j])
         ctx.save_for_backward(x_BTC, w_CK, doc_ids_BT, y)
         return F.silu(y)
 
@@ -35,26 +35,24 @@ class _CausalConv(torch.autograd.Function):
         grad_w_KC = torch.zeros_like(w_KC, dtype=torch.promote_types(w_CK.dtype, torch.float32))
         grad_w_KC[-1] = _dot_channels(grad_y, x_BTC)
         for j in range(1, min(taps, length)):
-            grad_j = grad_y[:, j:]
-            if doc_ids_BT is not None:
-                grad_j = grad_j.masked_fill(_other_document(doc_ids_BT, j), 0)
+            grad_j = _inside(grad_y[:, j:], j, doc_ids_BT)
             grad_x[:, : length - j].addcmul_(grad_j, w_KC[-1 - j])
             grad_w_KC[-1 - j] = _dot_channels(grad_j, x_BTC[:, : length - j])
         return grad_x, grad_w_KC.t().to(w_CK.dtype), None
 
 
-def _other_document(doc_ids_BT: Tensor, j: int) -> Tensor:
-    return (doc_ids_BT[:, j:] != doc_ids_BT[:, :-j])[..., None]
-
-
-def _earlier(x_BTC: Tensor, j: int, doc_ids_BT: Tensor | None) -> Tensor:
-    """x[t-j] for t = j .. T-1, zero where t-j is of another document."""
-    shifted = x_BTC[:, : x_BTC.shape[1] - j]
-    return shifted if doc_ids_BT is None else shifted.masked_fill(_other_document(doc_ids_BT, j), 0)
+def _inside(pairs_BTC: Tensor, j: int, doc_ids_BT: Tensor | None) -> Tensor:
+    """Zero where t and t-j are of different documents, for t = j .. T-1 (masked_fill takes 4 times as long)."""
+    if doc_ids_BT is None:
+        return pairs_BTC
+    return pairs_BTC * (doc_ids_BT[:, j:] == doc_ids_BT[:, :-j])[..., None].to(pairs_BTC.dtype)
 
 
 def _dot_channels(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
-    return (a_BTC * b_BTC).sum((0, 1), dtype=torch.promote_types(a_BTC.dtype, torch.float32))
+    """sum over b, t of a * b, in fp32: a product with ones is several times faster on a CPU than a reduction."""
+    product = (a_BTC * b_BTC).flatten(0, 1)
+    product = product.to(torch.promote_types(product.dtype, torch.float32))
+    return product.new_ones(product.shape[0]) @ product
 
 
 def causal_conv(x_BTC: Tensor, w_CK: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ Shape suffixes: N tokens, D width, V vocabulary, K terms (one a hidden tensor), 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,26 +37,38 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x))
 
 
-def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+class _Chunk(NamedTuple):
+    """exp(logits - max), its row sums, log-sum-exp of the logits, the valid mask, labels made safe to index."""
+
+    exps_CV: Tensor
+    sums_C1: Tensor
+    lse_C1: Tensor
+    valid_C1: Tensor
+    safe_C1: Tensor
+
+
+def _chunk_forward(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tuple[_Chunk, Tensor, Tensor]:
+    """The chunk, and its sums of cross entropy and of lse^2 over the valid tokens; one buffer, four passes."""
     logits_CV = _wide(F.linear(hidden_CD, weight_VD))
-    return logits_CV, torch.logsumexp(logits_CV, dim=-1, keepdim=True)
-
-
-def _chunk_sums(logits_CV: Tensor, lse_C1: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of cross entropy and of lse^2 over the valid tokens, the valid mask and safe labels."""
     valid_C1 = (labels_C != IGNORE)[:, None]
     safe_C1 = labels_C[:, None].clamp(min=0)
+    top_C1 = logits_CV.amax(-1, keepdim=True)
+    logits_CV.sub_(top_C1)
+    picked_C1 = logits_CV.gather(1, safe_C1)
+    sums_C1 = logits_CV.exp_().sum(-1, keepdim=True)
+    log_sums_C1 = sums_C1.log()
+    lse_C1 = top_C1 + log_sums_C1
     # where, not a product: a masked token's non-finite logits must not become 0 * inf.
-    ce = torch.where(valid_C1, lse_C1 - logits_CV.gather(1, safe_C1), 0).sum()
+    ce = torch.where(valid_C1, log_sums_C1 - picked_C1, 0).sum()
     z = torch.where(valid_C1, lse_C1.square(), 0).sum()
-    return ce, z, valid_C1, safe_C1
+    return _Chunk(logits_CV, sums_C1, lse_C1, valid_C1, safe_C1), ce, z
 
 
-def _chunk_gradient(logits_CV, lse_C1, valid_C1, safe_C1, weight: Tensor, z_weight: Tensor | float) -> Tensor:
-    """d(weight * ce + z_weight * lse^2) / d logits, in place of the logits."""
-    logits_CV.sub_(lse_C1).exp_().mul_(weight + 2 * z_weight * lse_C1)
-    logits_CV.scatter_add_(1, safe_C1, (-weight).expand_as(lse_C1).to(logits_CV.dtype))
-    return logits_CV.masked_fill_(~valid_C1, 0)
+def _chunk_gradient(chunk: _Chunk, weight: Tensor, z_weight: Tensor | float) -> Tensor:
+    """d(weight * ce + z_weight * lse^2) / d logits, in place of the exponentials."""
+    scale_C1 = torch.where(chunk.valid_C1, (weight + 2 * z_weight * chunk.lse_C1) / chunk.sums_C1, 0)
+    grad_CV = chunk.exps_CV.mul_(scale_C1)
+    return grad_CV.scatter_add_(1, chunk.safe_C1, torch.where(chunk.valid_C1, -weight, 0).to(grad_CV.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -72,13 +85,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden_ND.shape[0], rows):
                 chunk = slice(start, start + rows)
                 hidden_CD, labels_C = hidden_ND[chunk], labels_KN[k, chunk]
-                logits_CV, lse_C1 = _chunk_logits(hidden_CD, weight_VD)
-                ce, z, valid_C1, safe_C1 = _chunk_sums(logits_CV, lse_C1, labels_C)
+                values, ce, z = _chunk_forward(hidden_CD, weight_VD, labels_C)
                 ce_sum = ce_sum + ce
                 z_sum = z_sum + z if k == 0 else z_sum
                 if needs_grad:
-                    z_of_k = z_weight if k == 0 else 0.0
-                    grad = _chunk_gradient(logits_CV, lse_C1, valid_C1, safe_C1, term_weights_K[k], z_of_k)
+                    grad = _chunk_gradient(values, term_weights_K[k], z_weight if k == 0 else 0.0)
                     grad = grad.to(weight_VD.dtype)
                     grad_hidden[k][chunk] = grad @ weight_VD
                     _add_product(grad_weight, grad, hidden_CD)

@@ -63,11 +63,34 @@ def rotary_angles(positions_BT: Tensor, rope_dim: int, theta: float) -> tuple[Te
     return angles.cos(), angles.sin()
 
 
+class _RotateFunction(torch.autograd.Function):
+    """The rotation in place of one copy; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate_tail(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotate_tail(grad, cos, -sin), None, None
+
+
+def _rotate_tail(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out, half = x.clone(), cos.shape[-1]
+    first, second = wide(x[..., -2 * half : -half]), wide(x[..., -half:])
+    out[..., -2 * half : -half] = first * cos - second * sin
+    out[..., -half:] = second * cos + first * sin
+    return out
+
+
 def rotate(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + D/2}) of the last axis by the given angles; fp32 inside, x's dtype out."""
-    first, second = wide(x_BTHD).chunk(2, dim=-1)
-    turned = torch.cat((first * cos_BTR - second * sin_BTR, second * cos_BTR + first * sin_BTR), dim=-1)
-    return turned.to(x_BTHD.dtype)
+    """Rotate the pairs (x_i, x_{i+R}) of the last 2R entries of the last axis; those before them pass unchanged.
+
+    fp32 inside, x's dtype out.
+    """
+    return _RotateFunction.apply(x_BTHD, cos_BTR, sin_BTR)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -79,16 +102,17 @@ class _RMSNormFunction(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square() / x.shape[-1]
         rstd = torch.rsqrt(mean_square + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd * weight32).to(x.dtype)
+        return (x32 * rstd).mul_(weight32).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, rstd = ctx.saved_tensors
-        grad32, weight32, unit = wide(grad), weight.to(wide_dtype(x)), wide(x) * rstd
-        product = grad32 * unit
-        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        mean = (product @ weight32).unsqueeze(-1) / x.shape[-1]
-        grad_x = (grad32 * weight32).addcmul(unit, mean, value=-1) * rstd
+        x32, grad32, weight32, width = wide(x), wide(grad), weight.to(wide_dtype(x)), x.shape[-1]
+        product = (grad32 * x32).view(-1, width)
+        # Both sums as products with a vector: several times faster on a CPU than reductions.
+        grad_weight = (rstd.view(-1) @ product).to(weight.dtype)
+        along_x = (product @ weight32).view_as(rstd) * rstd.pow(3) / width
+        grad_x = (grad32 * weight32).mul_(rstd).addcmul_(x32, along_x, value=-1)
         return grad_x.to(x.dtype), grad_weight, None
 
 
@@ -110,22 +134,20 @@ class RMSNorm(nn.Module):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up on a fused [gate | up] tensor; one gradient tensor, no concatenation in the backward pass."""
+    """silu(gate) * up on a fused [gate | up] tensor; one gradient tensor for the two halves."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat((grad_gate, grad * silu), dim=-1)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat((grad_gate, F.silu(gate).mul_(grad)), dim=-1)
 
 
 def swiglu(x_gate_up: Tensor) -> Tensor:

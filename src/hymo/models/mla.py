@@ -72,21 +72,18 @@ class LatentAttention(nn.Module):
         q = self.q_b(self.q_norm(self.q_a(x_BTC))).unflatten(-1, (self.heads, self.head_dim))
         if self.q_head_norm is not None:
             q = self.q_head_norm(q)
-        nope, rope = q.split((self.nope, self.rope), dim=-1)
-        return torch.cat((nope, rotate(rope, cos, sin)), dim=-1)
+        return rotate(q, cos, sin)
 
     def _attend(self, q_BTHQ, latent_BTL, rope_BTR, layout: DocLayout, real_B: Tensor | None):
         kv = self.kv_b(latent_BTL).unflatten(-1, (self.heads, self.nope + self.v_dim))
         k_nope, v_BTHV = kv.split((self.nope, self.v_dim), dim=-1)
         cos, sin = layout.cos_BTR, layout.sin_BTR
+        k_rope = rope_BTR[:, :, None]
         if self.k_head_norm is None:
-            k_rope = rotate(rope_BTR[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
-        else:
-            k_rope = rope_BTR[:, :, None].expand(-1, -1, self.heads, -1)
-            k = self.k_head_norm(torch.cat((k_nope, k_rope), dim=-1))
-            k_nope, k_rope = k.split((self.nope, self.rope), dim=-1)
             k_rope = rotate(k_rope, cos, sin)
-        k_BTHQ = torch.cat((k_nope, k_rope), dim=-1)
+        k_BTHQ = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
+        if self.k_head_norm is not None:
+            k_BTHQ = rotate(self.k_head_norm(k_BTHQ), cos, sin)
         best = max_logit(q_BTHQ, k_BTHQ, layout.doc_ids_BT, self.scale, real_B) if self.track_logit_max else None
         return self.o(attention(q_BTHQ, k_BTHQ, v_BTHV, layout.mask, self.scale).flatten(-2)), best
 

@@ -36,8 +36,8 @@ def look_ahead(embedded_BLC: Tensor, doc_ids_BL: Tensor | None, length: int, k: 
     ahead = embedded_BLC[:, k : k + length]
     if doc_ids_BL is None:
         return ahead
-    other = doc_ids_BL[:, k : k + length] != doc_ids_BL[:, :length]
-    return ahead.masked_fill(other[..., None], 0)
+    same = doc_ids_BL[:, k : k + length] == doc_ids_BL[:, :length]
+    return ahead * same[..., None].to(ahead.dtype)
 
 
 class MultiTokenPrediction(nn.Module):
