@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from hymo.errors import HyMoError
 from hymo.training.scheduler import resolve_phases
@@ -255,15 +255,34 @@ class TrainingConfig(Section):
     """save and stop after this long; null = no limit"""
 
 
+class SourceConfig(Section):
+    """One source of a mix."""
+
+    path: str
+    """a file, a folder, or a data set that `hymo data build` made"""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """share of the samples, next to the weights of the others"""
+
+
+# A path, or one entry of a mix: told apart before they are checked, so that a fault is said once.
+SourceEntry = Annotated[
+    Annotated[str, Tag("path")] | Annotated[SourceConfig, Tag("mix")],
+    Discriminator(lambda entry: "mix" if isinstance(entry, (dict, SourceConfig)) else "path"),
+]
+
+
 class DataConfig(Section):
     """Text and tokens."""
 
-    source: Annotated[list[str], BeforeValidator(_as_list)] | None = None
-    """files and folders of text, JSONL or Parquet; null = the standard-library source of the Python that runs"""
+    source: Annotated[list[SourceEntry], BeforeValidator(_as_list)] | None = None
+    """files and folders of text, JSONL or Parquet, data sets that `hymo data build` made, or a mix: entries {path: P,
+    weight: W}; null = the standard-library source of the Python that runs"""
     tokenizer: str = "bytes"
-    """bytes, or a tokenizer file of the `tokenizers` library"""
+    """bytes, or a tokenizer file of the `tokenizers` library (FILE#TOKEN names its end token)"""
     val_fraction: float = Field(0.02, gt=0, lt=1)
     """share of the documents that is held out"""
+    val: dict[str, list[str]] | None = None
+    """further validation sets by name: {NAME: [paths]}"""
     cache_dir: str | None = None
     """where token shards are built; null = $HYMO_CACHE or ~/.cache/hymo"""
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from hymo.config import SECTIONS, ConfigError, HyMoConfig, faults_across
+from hymo.config import SECTIONS, ConfigError, HyMoConfig, SourceConfig, faults_across
 
 # Options that the original design notes name and that never had an effect: refused with what to use instead.
 RETIRED_KEYS = {
@@ -164,6 +164,8 @@ def _fault_line(fault: Any) -> str:
 def _unknown_key(loc: list[str], found: Any) -> str:
     name, inside = loc[-1], loc[:-1]
     known = list(SECTIONS[inside[0]].model_fields) if inside and inside[0] in SECTIONS else list(SECTIONS)
+    if inside[:2] == ["data", "source"]:
+        known = list(SourceConfig.model_fields)
     where = ".".join(loc)
     if name in RETIRED_KEYS:
         return f"{where}: refused; {RETIRED_KEYS[name]}"
@@ -253,5 +255,7 @@ def _type_words(annotation: Any) -> str:
         return "|".join(str(a).lower() if isinstance(a, bool) else str(a) for a in get_args(annotation))
     if getattr(annotation, "__origin__", None) in (list, tuple):
         return "list"
+    if getattr(annotation, "__origin__", None) is dict:
+        return "map"
     parts = [_type_words(a) for a in get_args(annotation) if not isinstance(a, BeforeValidator)]
     return "|".join(dict.fromkeys(parts)) or str(annotation)

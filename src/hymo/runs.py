@@ -31,7 +31,7 @@ FREE_KEYS = {
         "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
         "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
     },
-    "data": {"cache_dir"},
+    "data": {"cache_dir", "val"},
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "logging")
 

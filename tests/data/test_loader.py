@@ -158,9 +158,12 @@ def test_evaluation_predicts_all_but_first_tokens_once_on_any_number_of_ranks(st
     assert equal(batches[0], list(ranks[0]))  # and again the same
 
 
-def test_evaluation_of_the_first_tokens(stream):
+def test_evaluation_of_part_is_spread_over_the_set(stream):
     part = evaluation(stream.data, max_tokens=3 * SEQ_LEN)
     assert part.n_windows == 3
+    n_all = evaluation(stream.data).n_windows
+    expected = [stream.data.read(i * n_all // 3 * SEQ_LEN, i * n_all // 3 * SEQ_LEN + SEQ_LEN)[0] for i in range(3)]
+    assert [row[:SEQ_LEN] for row in rows(list(part))] == [tokens.tolist() for tokens in expected]
     valid = torch.cat([batch.labels_KBT[0].flatten() for batch in part])
     assert part.n_labels == (valid != IGNORED).sum()
     assert part.n_bytes == ((valid != IGNORED) & (valid < 256)).sum()

@@ -117,7 +117,7 @@ class BatchStream:
 
 
 class EvalBatches:
-    """A whole validation set, or its first `max_tokens`, for one rank; can be gone through again and again.
+    """A whole validation set, or `max_tokens` evenly spread over it, for one rank; can be gone through again and again.
 
     Windows lie end to end, so that each token but a document's first is predicted once; the last is filled up. Every
     rank gets `n_batches` batches, the short ones filler rows. Nats summed over ranks / `n_labels` are the loss, and
@@ -136,10 +136,9 @@ class EvalBatches:
         world_size: int = 1,
         max_tokens: int | None = None,
     ):
-        n_inputs = max(1, token_set.n_tokens - 1)
+        self._n_all = self.n_windows = math.ceil(max(1, token_set.n_tokens - 1) / seq_len)
         if max_tokens is not None:
-            n_inputs = min(n_inputs, max(seq_len, max_tokens))
-        self.n_windows = math.ceil(n_inputs / seq_len)
+            self.n_windows = min(self._n_all, math.ceil(max_tokens / seq_len))
         self._deal = Deal(self.n_windows, world_size, batch_size)
         self.n_batches = self._deal.n_micro_batches
         self._token_set, self._token_bytes, self._rank = token_set, token_bytes, rank
@@ -150,8 +149,11 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for row in self._deal.rows(self._rank, 0):
-            starts = [None if window is None else window * self._seq_len for window in row]
+            starts = [None if window is None else self._start(window) for window in row]
             yield windows(self._token_set, starts, self._seq_len, self._mtp_depth)
+
+    def _start(self, window: int) -> int:
+        return window * self._n_all // self.n_windows * self._seq_len
 
     @property
     def n_labels(self) -> int:
@@ -167,7 +169,7 @@ class EvalBatches:
     def _counts(self) -> tuple[int, float]:
         n_labels = n_bytes = 0
         for window in range(self.n_windows):
-            labels = windows(self._token_set, [window * self._seq_len], self._seq_len, 0).labels_KBT.numpy()
+            labels = windows(self._token_set, [self._start(window)], self._seq_len, 0).labels_KBT.numpy()
             valid = labels[labels != IGNORED]
             n_labels += len(valid)
             n_bytes += int(self._token_bytes[valid].sum())

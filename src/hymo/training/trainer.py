@@ -16,9 +16,8 @@ import hymo
 from hymo.checkpoint import store
 from hymo.config import HyMoConfig
 from hymo.config_io import to_dict
-from hymo.data.batch import count_samples, left_over_tokens
+from hymo.data.batch import left_over_tokens, sample_order
 from hymo.data.loader import BatchStream, Deal, EvalBatches
-from hymo.data.order import SampleOrder
 from hymo.data.prepare import TokenData, prepare
 from hymo.distributed import mesh, reduce
 from hymo.distributed.fsdp import wrap_model_with_fsdp
@@ -247,8 +246,7 @@ class Trainer:
         """The batches of this rank from the present position on."""
         if self._stream is None:
             t = self.config.training
-            n = count_samples(self.data.train, t.seq_len, self.config.model.mtp_depth)
-            order = SampleOrder(n, t.seed, self.data.train.fingerprint)
+            order = sample_order(self.data.train, t.seq_len, self.config.model.mtp_depth, t.seed)
             self._stream = BatchStream(
                 self.data.train, order, self.position, t.global_batch_size, seq_len=t.seq_len,
                 mtp_depth=self.config.model.mtp_depth, micro_batch_size=t.micro_batch_size,
