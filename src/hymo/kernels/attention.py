@@ -79,7 +79,8 @@ def attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, mask: AttentionMas
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV))
     if isinstance(mask, BlockMask):
-        return _compiled_flex()(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        return flex(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
     if mask is not None:
         mask = mask.to(q.dtype)
     if q.is_cuda:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hymo.config import ModelConfig
 from hymo.kernels.conv import causal_conv, causal_conv_step
 from hymo.kernels.recurrence import Backend, gated_recurrence, gated_recurrence_step
-from hymo.models.layers import DocLayout, RMSNorm, rms_norm, wide
+from hymo.models.layers import CompilableBlock, DocLayout, RMSNorm, rms_norm, wide
 
 
 class GDNState(NamedTuple):
@@ -30,14 +30,13 @@ class GDNState(NamedTuple):
     h_BHSD: Tensor
 
 
-class GatedDeltaNetBlock(nn.Module):
+class GatedDeltaNetBlock(CompilableBlock):
     """Norm, projections, causal convolution, gated recurrence, gated output norm, projection, residual.
 
     Attributes:
         use_triton: None = by device (Triton on CUDA, chunked PyTorch elsewhere), True = Triton or an error, False =
             chunked PyTorch.
-        use_compile: True = the block's computation runs through ``torch.compile`` (one graph for all blocks of a
-            shape); hooks on the module stay outside of it. None and False = eager.
+        use_compile: see ``CompilableBlock``.
     """
 
     def __init__(self, config: ModelConfig):
@@ -63,28 +62,12 @@ class GatedDeltaNetBlock(nn.Module):
         self.out_proj = nn.Linear(value, config.dim, bias=False)
         self.row_blocks = {"in_proj.weight": (value, key, key, value)}
         self.use_triton: bool | None = None
-        self._use_compile: bool | None = None
-        self._run = self._compute
-
-    @property
-    def use_compile(self) -> bool | None:
-        return self._use_compile
-
-    @use_compile.setter
-    def use_compile(self, on: bool | None) -> None:
-        self.compile_compute() if on else setattr(self, "_run", self._compute)
-        self._use_compile = on
-
-    def compile_compute(self, backend: str = "inductor") -> None:
-        """Run the block's computation through ``torch.compile`` from now on."""
-        self._run = torch.compile(self._compute, fullgraph=True, dynamic=False, backend=backend)
-        self._use_compile = True
 
     def forward(self, x_BTC: Tensor, layout: DocLayout) -> Tensor:
         """[B, T, dim] -> [B, T, dim], residual included."""
         return self._run(x_BTC, layout.doc_ids_BT)
 
-    def _compute(self, x_BTC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+    def _compute(self, x_BTC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:  # type: ignore[override]
         vbc_BTC, z_BTC, g_BTH = self._project(self.norm(x_BTC))
         if self.conv_weight is not None:
             vbc_BTC = causal_conv(vbc_BTC, self.conv_weight, doc_ids_BT)

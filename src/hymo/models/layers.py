@@ -6,7 +6,8 @@ R half of the rotary size, N any leading axes flattened.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +154,41 @@ class _SwiGLUFunction(torch.autograd.Function):
 def swiglu(x_gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where the last axis of the input is [gate | up] (arXiv 2002.05202)."""
     return _SwiGLUFunction.apply(x_gate_up)
+
+
+class CompilableBlock(nn.Module):
+    """A block whose computation can run through ``torch.compile``, one graph for all blocks of a shape.
+
+    The computation is the method ``_compute``; hooks on the module stay outside of the graph. ``use_compile`` True
+    compiles with inductor at the next call; None and False compute eagerly.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._use_compile: bool | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    @property
+    def use_compile(self) -> bool | None:
+        return self._use_compile
+
+    @use_compile.setter
+    def use_compile(self, on: bool | None) -> None:
+        if on:
+            self.compile_compute()
+        else:
+            self._use_compile, self._compiled = on, None
+
+    def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Run ``_compute`` through ``torch.compile`` with this backend from now on."""
+        self._compiled = torch.compile(self._compute, fullgraph=True, dynamic=False, backend=backend)
+        self._use_compile = True
+
+    def _compute(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def _run(self, *args: Any) -> Any:
+        return (self._compiled or self._compute)(*args)
 
 
 class SwiGLU(nn.Module):

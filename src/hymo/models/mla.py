@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hymo.config import ModelConfig
 from hymo.kernels.attention import attention, max_logit
-from hymo.models.layers import DocLayout, RMSNorm, SwiGLU, rotate
+from hymo.models.layers import CompilableBlock, DocLayout, RMSNorm, SwiGLU, rotate
 from hymo.models.moe import DeepSeekMoE, MoEStats
 
 
@@ -135,8 +135,11 @@ class LatentAttention(nn.Module):
         return self.o(torch.einsum("bhl,hvl->bhv", mixed, w_v).flatten(-2).to(x_BC.dtype))
 
 
-class MLABlock(nn.Module):
-    """Norm, latent attention, residual; norm, feed-forward (experts, or ``dense`` SwiGLU), residual."""
+class MLABlock(CompilableBlock):
+    """Norm, latent attention, residual; norm, feed-forward (experts, or ``dense`` SwiGLU), residual.
+
+    ``use_compile``: see ``CompilableBlock``.
+    """
 
     def __init__(self, config: ModelConfig, dense: bool = False):
         super().__init__()
@@ -147,6 +150,9 @@ class MLABlock(nn.Module):
 
     def forward(self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None = None) -> tuple[Tensor, BlockStats]:
         """[B, T, dim] -> [B, T, dim] and the block's statistics."""
+        return self._run(x_BTC, layout, real_B)
+
+    def _compute(self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None):  # type: ignore[override]
         mixed, logit_max_H = self.attn(self.attn_norm(x_BTC), layout, real_B)
         x_BTC = x_BTC + mixed
         x_BTC, moe = self._feed_forward(x_BTC, real_B)
