@@ -31,7 +31,7 @@ from hymo.models.gdn import GatedDeltaNetBlock
 from hymo.models.init import Place, initialize_
 from hymo.models.layers import RMSNorm
 from hymo.models.mla import MLABlock
-from hymo.models.model import HyMo, LMHead
+from hymo.models.model import HyMo, LMHead, build_hymo
 from hymo.models.moe import DeepSeekMoE
 from hymo.models.mtp import MTPDepth
 
@@ -190,6 +190,22 @@ def drop_gradients(model: nn.Module) -> None:
                 param.sharded_param.grad = param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
+
+
+@torch.no_grad()
+def gather_model(model: HyMo) -> HyMo:
+    """An unsharded copy of a model on its device, for generation (a collective: every rank gathers every parameter).
+
+    Returns the model itself where it is not sharded.
+    """
+    if not isinstance(model, FSDPModule):
+        return model
+    whole = build_hymo(model.config, device=next(model.parameters()).device)
+    source = model.state_dict()
+    for name, tensor in whole.state_dict().items():
+        value = source[name]
+        tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    return whole.train(model.training)
 
 
 def resolve_reshard(choice: str, model: nn.Module, device_type: str) -> str:

@@ -111,8 +111,9 @@ class DeepSeekMoE(nn.Module):
         dropped = counts_E.new_zeros(())
         if self.capacity_factor is not None and self.training:
             routing, dropped = self._limit(routing, self.capacity_factor, real_N)
-        y_NC = self._routed(x_NC, routing) + self._shared(x_NC)
-        return y_NC.view_as(x_BTC), MoEStats(counts_E, dropped, _entropy(logits_NE.detach(), real_N))
+        # The sum is taken in the outer shape: FSDP2's hooks want an output that is no view.
+        y_BTC = self._routed(x_NC, routing).view_as(x_BTC) + self._shared(x_NC).view_as(x_BTC)
+        return y_BTC, MoEStats(counts_E, dropped, _entropy(logits_NE.detach(), real_N))
 
     def gate_forward(self, x_NC: Tensor) -> Tensor:
         """The router's logits, fp32 [N, E], whatever the dtype of x and of the weight; without the gate bias."""

@@ -9,6 +9,7 @@ from hymo.checkpoint import store
 from hymo.config import HyMoConfig
 from hymo.config_io import load_config
 from hymo.distributed import mesh, reduce
+from hymo.distributed.fsdp import gather_model
 from hymo.errors import HyMoError
 from hymo.generate import TextStream, generate
 from hymo.observe.profile import parse_range
@@ -23,6 +24,7 @@ from hymo.runs import (
     resumed_config,
     write_config,
 )
+from hymo.training.flags import thread_optimization_flags
 from hymo.training.trainer import Trainer
 
 
@@ -81,12 +83,15 @@ def print_header(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:
 def print_sample(trainer: Trainer, config: HyMoConfig) -> None:
     """A sample of text, so that the last lines of a run show what it learnt."""
     n = config.logging.sample_tokens
-    if n == 0 or not reduce.is_main() or reduce.world_size() > 1:
+    if n == 0:
         return
+    model = gather_model(trainer.model).eval()
+    if not reduce.is_main():
+        return
+    thread_optimization_flags(model, config.training, trainer.device)
     tokenizer = trainer.data.tokenizer
     prompt = [int(i) for i in tokenizer.encode(config.logging.sample_prompt)]
     stream = TextStream(tokenizer, prompt)
-    model = trainer.model.eval()
     tokens = generate(
         model, prompt, max_tokens=n, context=config.training.seq_len, seed=config.training.seed, end_id=tokenizer.end_id
     )
