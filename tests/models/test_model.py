@@ -1,5 +1,8 @@
 """The whole model: sizes, forward forms, generation, ties, statistics."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -215,3 +218,11 @@ def test_build_takes_the_seed_of_the_training_section(small_config):
     a, b, c = build_hymo(config), build_hymo(small_config(), seed=5), build_hymo(small_config())
     assert torch.equal(a.embedding.weight, b.embedding.weight)
     assert not torch.equal(a.embedding.weight, c.embedding.weight)
+
+
+def test_the_example_of_the_documentation_runs():
+    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)
+    assert names["loss"].isfinite()
+    assert names["next_logits"].shape == (2, 260)

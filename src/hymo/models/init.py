@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +109,9 @@ def _draw_block(rule: Rule, generator: np.random.Generator, first_row: int, rows
     if rule.kind == "log_of_row":
         return np.log(np.arange(first_row + 1, first_row + rows + 1, dtype=np.float32))[:, None].repeat(width, 1)
     if rule.kind == "normal":
-        return generator.standard_normal(shape, np.float32) * np.float32(rule.a)
+        rows_drawn = generator.standard_normal(shape, np.float32)
+        rows_drawn *= np.float32(rule.a)
+        return rows_drawn
     if rule.kind == "uniform":
         return rule.a + (rule.b - rule.a) * generator.random(shape, np.float32)
     log_x = math.log(rule.a) + (math.log(rule.b) - math.log(rule.a)) * generator.random(shape)
@@ -126,13 +129,22 @@ def draw_rows(rule: Rule, seed: int, name: str, shape: tuple[int, ...], start: i
     total = math.prod(shape) // width if width else 0
     step = max(1, BLOCK_ELEMENTS // max(width, 1))
     out = np.empty((stop - start, width), np.float32)
-    for block in range(start // step, -(-stop // step)):
+
+    def fill(block: int) -> None:
         first = block * step
         key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
         rows = _draw_block(rule, generator, first, min(step, total - first), width)
         low, high = max(start, first), min(stop, first + len(rows))
         out[low - start : high - start] = rows[low - first : high - first]
+
+    blocks = range(start // step, -(-stop // step))
+    if len(blocks) < 16:
+        for block in blocks:
+            fill(block)
+    else:  # numpy draws without the interpreter's lock, and no block depends on another
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, blocks))
     return torch.from_numpy(out)
 
 
@@ -148,7 +160,8 @@ def draw_shard(rule: Rule, seed: int, name: str, shape: tuple[int, ...], dim: in
     parts = [
         draw_rows(rule, seed, name, shape, o * stride + start * inner, o * stride + stop * inner) for o in range(outer)
     ]
-    return torch.cat(parts).view(*shape[:dim], stop - start, *shape[dim + 1 :])
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.view(*shape[:dim], stop - start, *shape[dim + 1 :])
 
 
 Place = tuple[Tensor, int, int, int]
