@@ -1,5 +1,6 @@
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,17 @@ def test_a_damaged_cache_is_built_again(tmp_path, settings):
     before = documents(first.train)
     (first.train.folder / "part-00000.ends").write_bytes(b"")
     assert documents(prepare(settings([source])).train) == before
+
+
+@needs_posix
+def test_a_cache_that_is_cleared_and_built_again_under_a_running_job(tmp_path, settings):
+    source = write_texts(tmp_path / "text", 10)
+    running = prepare(settings([source])).train
+    before = documents(running)
+    shutil.rmtree(tmp_path / "cache")
+    (source / "000.txt").write_bytes(b"other text")
+    assert documents(prepare(settings([source])).train) != before
+    assert documents(running) == before
 
 
 def test_the_cache_folder(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ it is a plain byte-level BPE (one split pattern, no normaliser); the ids are the
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from hymo.data.readers import DataError, Document
@@ -20,10 +20,10 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 LEAST_VOCABULARY = 257  # 256 bytes and the end token
 
 
-def train_bpe(documents: Iterable[Document], vocab_size: int, progress: Callable[[int], None] | None = None) -> str:
+def train_bpe(documents: Iterable[Document], vocab_size: int) -> str:
     """Train a byte-level BPE of `vocab_size` ids (the end token is id 0); returns the content of its file.
 
-    progress(bytes read since the last call).
+    Text too short for so many merges gives fewer ids.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -42,13 +42,8 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, progress: Callable
         show_progress=False,
     )
 
-    def texts() -> Iterable[str]:
-        for document in documents:
-            yield document.text.decode("utf-8", errors="replace")
-            if progress is not None:
-                progress(document.source_bytes)
-
-    backend.train_from_iterator(texts(), trainer)
+    texts = (document.text.decode("utf-8", errors="replace") for document in documents)
+    backend.train_from_iterator(texts, trainer)
     return backend.to_str(pretty=True)
 
 

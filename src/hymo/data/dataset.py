@@ -9,7 +9,7 @@ It is made in DIR.part and renamed when whole; a build that was killed goes on f
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hymo.data.bpe import train_bpe
-from hymo.data.parts import Job, Split, digests, write_token_sets
-from hymo.data.readers import DataError, Document
+from hymo.data.parts import Job, Split, digests, units_of, write_token_sets
+from hymo.data.readers import DataError, Document, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import Source, check_unchanged, open_source
 from hymo.data.tokenize import FileTokenizer, Tokenizer, open_tokenizer
@@ -27,6 +27,7 @@ DATA = "data.json"
 FORMAT = "hymo data set 1"
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
+_BPE_UNITS = 16  # places in the source that a BPE is trained on
 
 StageProgress = Callable[[str, int, int], None]
 
@@ -191,34 +192,23 @@ def _place_tokenizer(work: Path, source: Source, settings: dict[str, Any], progr
 
 
 def _trained(source: Source, settings: dict[str, Any], progress: StageProgress | None) -> str:
-    """A BPE trained on documents that are not held out, chosen by their hash, about bpe_bytes in all."""
-    share = min(1.0, settings["bpe_bytes"] / max(1, source.n_bytes))
+    """A BPE trained on about bpe_bytes of the documents that are not held out, from places spread over the source."""
+    every = units_of(source)
+    units = every[:: max(1, len(every) // _BPE_UNITS)]
+    total = source.n_bytes * len(units) // len(every)
+    share = min(1.0, settings["bpe_bytes"] / max(1, total))
     held_out = Split.of(settings["val_fraction"]).threshold
+    on_bad = (lambda fault: None) if settings["skip_bad"] else None  # counted when the text is encoded
     read = 0
 
-    def chosen() -> Any:
+    def documents() -> Iterator[Document]:
         nonlocal read
-        for document in source.documents(on_bad=_pass_over if settings["skip_bad"] else None):
+        for document in (document for unit in units for piece in unit for document in read_piece(piece, on_bad)):
             read += document.source_bytes
             digest, position = digests(document.text)
-            if position >= held_out and int.from_bytes(digest[:8], "little") < share * 2**64:
+            if len(every) == 1 or (position >= held_out and int.from_bytes(digest[:8], "little") < share * 2**64):
                 yield document
+            if progress is not None:
+                progress("train tokenizer", min(read, total), total)
 
-    def tell(_: int) -> None:
-        if progress is not None:
-            progress("train tokenizer", min(read, source.n_bytes), source.n_bytes)
-
-    documents: Any = chosen()
-    first: list[Document] = [document for _, document in zip(range(1), documents, strict=False)]
-    if not first:  # a source of few documents: all of them
-        documents = source.documents(on_bad=_pass_over if settings["skip_bad"] else None)
-    return train_bpe(_chain(first, documents), settings["vocab_size"], tell)
-
-
-def _chain(first: list[Document], rest: Any) -> Any:
-    yield from first
-    yield from rest
-
-
-def _pass_over(fault: str) -> None:
-    """The lines passed over are counted when the text is encoded."""
+    return train_bpe(documents(), settings["vocab_size"])

@@ -76,7 +76,7 @@ def write_token_sets(
     workers: processes that write, 0 for this one. progress(done_bytes, total_bytes) is called now and then.
     Raises DataError, also where no document holds text.
     """
-    units = source.units(max(LEAST_UNIT_BYTES, source.n_bytes // MOST_UNITS))
+    units = units_of(source)
     tokenizer = open_tokenizer(job.tokenizer, fast=job.fast)
     results = _write_units(units, tokenizer, job, workers, progress, source.n_bytes)
     if not any(result.n_documents for result in results):
@@ -87,6 +87,11 @@ def write_token_sets(
     for name in SETS:
         write_manifest(Path(job.folder, name), tokenizer, [result.parts[name] for result in results])
     return results
+
+
+def units_of(source: Source) -> list[list[Piece]]:
+    """The source in the units that are written one at a time."""
+    return source.units(max(LEAST_UNIT_BYTES, source.n_bytes // MOST_UNITS))
 
 
 def _other_split(split: Split, results: Sequence[UnitResult], val_fraction: float) -> Split | None:

@@ -18,7 +18,7 @@ from hymo.data.readers import DataError
 
 Ids = npt.NDArray[np.uint32]
 MOST_AT_ONCE = 1 << 20
-CHECKED_EVERY, MOST_CHECKED = 64, 1 << 16
+CHECKED_EVERY, MOST_CHECKED = 256, 1 << 14
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]",
     "<|end▁of▁sentence|>", "<|eot_id|>",
