@@ -74,8 +74,8 @@ def big_build(folder: Path, megabytes: int, workers: int) -> None:
     rate_a_core = source.stat().st_size / 1e6 / (processor.ru_utime + processor.ru_stime)
     print(
         f"build of {source.stat().st_size / 1e6:.0f} MB JSONL, {workers} workers, {report.encoder}: {seconds:.0f} s"
-        f" with the BPE; reading, encoding and writing {rate_a_core:.1f} MB/s a core; memory {parent:.0f} MiB the parent,"
-        f" {worker:.0f} MiB the largest worker"
+        f" with the BPE; reading, encoding and writing {rate_a_core:.1f} MB/s a core; memory {parent:.0f} MiB the"
+        f" parent, {worker:.0f} MiB the largest worker at most"
     )
     loading(TokenSet(folder / "out" / "train"))
 
