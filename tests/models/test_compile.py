@@ -1,12 +1,16 @@
 """Blocks under torch.compile (no graph break, one graph a block type) and under activation checkpointing."""
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hymo.models.layers import document_layout
 from hymo.models.mla import MLABlock
+from hymo.models.moe import SAVED_BY_CHECKPOINT
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +99,22 @@ def test_checkpointing_changes_no_count_and_no_gradient(small_model, packed_batc
     assert counts.tolist() == counts_again.tolist() == [3 * 24, 3 * 24, 0, 0]
     for a, b in zip(grads, grads_again, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_checkpointed_block_reuses_the_chosen_experts(small_model, packed_batch):
+    """Recomputed scores that round otherwise must not re-route: the second forward pass never chooses again."""
+    model = small_model().train()
+    block = model.layers[1]
+    x, layout = batch(model, packed_batch)
+    calls = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.extend([1] if func in SAVED_BY_CHECKPOINT else [])
+            return func(*args, **(kwargs or {}))
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED_BY_CHECKPOINT)
+    with Count():
+        out, _ = checkpoint(block, x.requires_grad_(), layout, use_reentrant=False, context_fn=contexts)
+        out.sum().backward()
+    assert len(calls) == 1

@@ -52,14 +52,17 @@ class LMHead(nn.Module):
     def forward(
         self,
         hidden_list: list[Tensor],
-        labels_list: list[Tensor],
+        labels_list: list[Tensor] | None = None,
         term_weights_K: Tensor | None = None,
         z_weight: Tensor | float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """Hidden states [B, T, dim] and labels [B, T] (-100 = none) of each term -> ce_sum_K, z_sum.
 
-        ``term_weights_K`` and ``z_weight``: see ``kernels.cross_entropy.linear_cross_entropy``.
+        Without labels: the logits of the first hidden states. ``term_weights_K`` and ``z_weight``: see
+        ``kernels.cross_entropy.linear_cross_entropy``.
         """
+        if labels_list is None:
+            return self.logits(hidden_list[0])
         normed = [self.norm(hidden).flatten(0, -2) for hidden in hidden_list]
         labels = [labels_BT.flatten() for labels_BT in labels_list]
         return linear_cross_entropy(normed, self.weight, labels, term_weights_K=term_weights_K, z_weight=z_weight)
@@ -143,7 +146,7 @@ class HyMo(nn.Module):
             logits_BTV fp32 with T = L, or a ModelOutput.
         """
         if labels_KBT is None:
-            return self.head.logits(self._hidden(tokens_BL, doc_ids_BL, real_B, 0).hidden_list[0])
+            return self.head(self._hidden(tokens_BL, doc_ids_BL, real_B, 0).hidden_list)
         terms, _, length = labels_KBT.shape
         if terms > 1 + self.config.mtp_depth or tokens_BL.shape[1] != length + terms - 1:
             raise ValueError(
