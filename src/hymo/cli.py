@@ -92,6 +92,33 @@ def build_parser() -> Parser:
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
     plan.set_defaults(run=run_plan, parser=plan)
 
+    branch = verbs.add_parser("branch", help="a new run from a checkpoint of the stable phase: a decay, or more steps")
+    branch.add_argument("run_dir", metavar="RUN", help="the run to branch from; it stays as it is")
+    branch.add_argument("--at", type=int, metavar="STEP", help="the checkpoint's update (default: the newest eligible)")
+    branch.add_argument("--decay", type=int, metavar="STEPS", help="decay over these updates")
+    branch.add_argument("--extend", type=int, metavar="TOTAL", help="instead: go on to this many updates in all")
+    branch.add_argument("--run-dir", dest="new_dir", metavar="DIR", help="the new run's folder")
+    branch.add_argument("--create-only", action="store_true", help="make the folder; train it later with --resume")
+    branch.set_defaults(run=run_branch, parser=branch)
+
+    data = verbs.add_parser("data", help="build or look at a tokenized data set")
+    kinds = data.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
+    build = kinds.add_parser("build", help="tokenizer and token shards from text, JSONL (.gz, .zst) or Parquet")
+    build.add_argument("sources", nargs="+", metavar="SOURCE", help="files and folders")
+    build.add_argument("--out", required=True, metavar="DIR", help="the data set's folder")
+    build.add_argument(
+        "--tokenizer", default="bpe", metavar="X", help="bpe (train one), bytes, or a file (default: bpe)"
+    )
+    build.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="of a trained one (default: 32768)")
+    build.add_argument("--val-fraction", type=float, default=0.02, metavar="X", help="held out (default: 0.02)")
+    build.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    build.add_argument("--skip-bad", action="store_true", help="pass over broken lines and say how many")
+    build.set_defaults(run=run_data_build, parser=build)
+    look = kinds.add_parser("inspect", help="tokens, documents, their lengths, samples decoded")
+    look.add_argument("folder", metavar="DIR", help="a data set, or a folder of the cache")
+    look.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    look.set_defaults(run=run_data_inspect, parser=look)
+
     inspect = verbs.add_parser("inspect", help="what a checkpoint holds, whether it is whole, and from which run it is")
     inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run folder for its newest whole one")
     inspect.set_defaults(run=run_inspect, parser=inspect)
@@ -192,6 +219,44 @@ def run_bench_part(args: argparse.Namespace, overrides: list[str]) -> int:
     no_overrides(overrides, f"bench {args.what}")
     code: int = importlib.import_module(f"hymo.bench.{args.what}").main(args.rest)
     return code
+
+
+def run_branch(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.training.launch import branch
+
+    if (args.decay is None) == (args.extend is None):
+        raise HyMoError("branch: found neither or both of --decay and --extend; accepted: one of the two")
+    return branch(
+        args.run_dir,
+        overrides,
+        at=args.at,
+        decay=args.decay,
+        total=args.extend,
+        run_dir=args.new_dir,
+        create_only=args.create_only,
+    )
+
+
+def run_data_build(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.data.overview import build_command
+
+    no_overrides(overrides, "data build")
+    return build_command(
+        args.sources,
+        args.out,
+        tokenizer=args.tokenizer,
+        vocab_size=args.vocab_size,
+        val_fraction=args.val_fraction,
+        workers=args.workers,
+        skip_bad=args.skip_bad,
+    )
+
+
+def run_data_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.data.overview import inspect_command
+
+    no_overrides(overrides, "data inspect")
+    return inspect_command(args.folder, samples=args.samples)
 
 
 def run_inspect(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -245,6 +245,8 @@ class TrainingConfig(Section):
     """skip an attempt whose loss or gradient is not finite, on all ranks; false = stop"""
     consecutive_nan_limit: int = Field(5, ge=1)
     """stop after this many skips in a row (exit code 3)"""
+    spike_guard: Literal["off", "skip", "rewind"] = "off"
+    """a loss above mean + 6 sigma of the last 128: skip that attempt, or rewind to the last checkpoint past its data"""
     eval_every: int = Field(500, ge=0)
     """updates between evaluations; 0 = only at the end"""
     eval_tokens: int | None = Field(None, ge=1)
@@ -296,6 +298,10 @@ class CheckpointConfig(Section):
     """newest checkpoints that stay"""
     keep_every: int | None = Field(None, ge=1)
     """checkpoints at multiples of this stay for good"""
+    asynchronous: bool = False
+    """copy the state, then write it while training goes on (memory on the host for one copy)"""
+    grace_s: float = Field(25.0, gt=0)
+    """seconds after SIGTERM or SIGINT in which a last checkpoint must be written"""
 
 
 class LoggingConfig(Section):

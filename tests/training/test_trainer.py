@@ -16,6 +16,7 @@ from hymo.cli import main
 from hymo.config_io import build_config, load_config, merge, to_dict
 from hymo.errors import HyMoError, NotFiniteError
 from hymo.observe.metrics import read_metrics
+from hymo.training import recovery
 from hymo.training.loss import PretrainingLoss
 from hymo.training.trainer import Trainer
 
@@ -92,10 +93,10 @@ def test_resume_is_bitwise(finished, small_config, tmp_path, at):
     assert losses(tmp_path / "resumed") == losses(run_dir)[at:]
     whole, again = (store.read_manifest(store.latest(d)) for d in (run_dir, tmp_path / "resumed"))
     assert whole.meta["position"] == again.meta["position"]
-    state = resumed._state()
+    state = recovery.tensors(resumed.model, resumed.optimizers)
     other = Trainer(small_config)
     other.resume(store.latest(run_dir))
-    for name, tensor in store.flatten(other._state()).items():
+    for name, tensor in store.flatten(recovery.tensors(other.model, other.optimizers)).items():
         assert torch.equal(tensor, store.flatten(state)[name]), name
 
 
@@ -111,8 +112,8 @@ def test_two_stops_are_as_good_as_one(finished, small_config, tmp_path):
     assert store.read_manifest(store.latest(tmp_path / "run2")).meta["position"] == 24
     final = Trainer(small_config)
     final.resume(store.latest(run_dir))
-    for name, tensor in store.flatten(final._state()).items():
-        assert torch.equal(tensor, store.flatten(trainer._state())[name]), name
+    for name, tensor in store.flatten(recovery.tensors(final.model, final.optimizers)).items():
+        assert torch.equal(tensor, store.flatten(recovery.tensors(trainer.model, trainer.optimizers))[name]), name
 
 
 class Poison(PretrainingLoss):

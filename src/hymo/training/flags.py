@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -28,6 +30,12 @@ def resolve_fused_gdn(flag: AutoBool, device: torch.device) -> bool:
     if flag and not HAS_TRITON:
         raise HyMoError("training.fused_gdn: found true without Triton; accepted: pip install triton, or false")
     return bool(flag)
+
+
+def make_deterministic() -> None:
+    """Algorithms that give the same bits each time, or an error where there are none. Before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def resolve_fsdp(flag: AutoBool, device: torch.device) -> bool:

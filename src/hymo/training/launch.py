@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
 from hymo.config import HyMoConfig
 from hymo.config_io import load_config
@@ -69,6 +70,45 @@ def train(
     trainer.log.line(f"run: {folder}")
     mesh.shutdown()
     return 0
+
+
+def branch(
+    run: str,
+    overrides: Sequence[str],
+    *,
+    at: int | None,
+    decay: int | None,
+    total: int | None,
+    run_dir: str | None,
+    create_only: bool,
+) -> int:
+    """Run ``hymo branch``: make the new run, say what differs from its parent, and train it."""
+    mesh.init_distributed()
+    made, problem = None, None
+    if reduce.is_main():
+        try:
+            made = (
+                branching.branch(run, at, decay, overrides, run_dir)
+                if decay is not None
+                else branching.extend(run, total or 0, at, overrides=overrides, run_dir=run_dir)
+            )
+        except HyMoError as error:
+            problem = error
+    made, problem = reduce.broadcast_object((made, problem))
+    if problem is not None:
+        raise problem
+    assert made is not None
+    about = branching.read_branch(made)
+    assert about is not None
+    if reduce.is_main():
+        print(f"{about.kind}: {made} from {about.parent} at update {about.step}")
+        print(f"warm-up, stable, decay: {about.before} -> {about.after}")
+        for key, (old, new) in about.differences.items():
+            print(f"{key}: {old} -> {new}")
+    if create_only:
+        return 0
+    path = made / CONFIG
+    return train(path, [], run_dir=str(made), resume=True, init_from=None, profile=None, config_given=False)
 
 
 def print_header(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:

@@ -24,7 +24,8 @@ class TrainStepResult:
 
     ``loss`` is the main cross entropy in nats a token, without MTP. ``grad_norm`` is the norm of the whole gradient
     before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ...
-    ``reason`` says of a skip what was not finite, and on which rank.
+    ``reason`` says of a skip what was not finite, and on which rank; ``spike`` that the loss was finite but far too
+    large.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class TrainStepResult:
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    spike: bool = False
 
 
 train_step_result = TrainStepResult
@@ -106,8 +108,9 @@ def attempt_update(
     *,
     factor: float,
     grad_clip: float,
+    spike_limit: float | None = None,
 ) -> TrainStepResult:
-    """One attempt (see the module). ``factor`` scales both peak rates.
+    """One attempt (see the module). ``factor`` scales both peak rates; a total loss above ``spike_limit`` is skipped.
 
     On a skip the parameters, the optimizer's state, the expert counts and the gate biases are bit for bit what they
     were; only the gradients are dropped.
@@ -117,12 +120,14 @@ def attempt_update(
     reduce.mean_replicated_gradients(model.parameters())
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
     metrics = _loss_metrics(reduce.sum_across(gradients.total), reduce.sum_across(gradients.means_K))
+    spike = verdict.finite and spike_limit is not None and metrics["total_loss"] > spike_limit
     metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
     lr_muon, lr_adamw = (factor * rate for rate in optimizers.peak_rates)
     result = TrainStepResult(metrics["main_loss"], verdict.grad_norm, lr_muon, lr_adamw, metrics=metrics)
-    if not verdict.finite:
+    if spike or not verdict.finite:
         fsdp.drop_gradients(model)
-        return replace(result, is_update=False, skipped=True, reason=str(verdict))
+        reason = f"loss spike, {metrics['total_loss']:.4f} above {spike_limit:.4f}" if spike else str(verdict)
+        return replace(result, is_update=False, skipped=True, reason=reason, spike=spike)
     reduce.clip(model.parameters(), grad_clip, verdict.grad_norm)
     optimizers.set_factor(factor)
     optimizers.step()

@@ -46,6 +46,10 @@ class StopRequest:
         elif now - self._first_at >= IMPATIENT_S:
             os._exit(128 + number)
 
+    def seconds_left(self, grace_s: float) -> float | None:
+        """What is left of ``grace_s`` since the first signal; None where no signal came (the clock can wait)."""
+        return None if self._signal is None else max(0.0, grace_s - (time.monotonic() - self._first_at))
+
     def reason(self) -> str | None:
         """Why to stop now, the same on all ranks (one small all-reduce), or None."""
         code = 0

@@ -1,0 +1,138 @@
+"""What a checkpoint of a run holds, and how a run goes on from one: after a stop, as a branch, after a loss spike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hymo
+from hymo.checkpoint import store
+from hymo.checkpoint.branch import read_branch
+from hymo.checkpoint.manifest import Manifest
+from hymo.config import HyMoConfig
+from hymo.config_io import to_dict
+from hymo.data.shards import TokenSet
+from hymo.distributed import reduce
+from hymo.errors import HyMoError
+from hymo.models.model import HyMo
+from hymo.optim.build import Optimizers
+
+SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6.0
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    ``step``: updates done. ``attempt``: attempts made, unique in a run. ``position``: samples dealt from the data's
+    order. ``tokens``: tokens of all attempts. ``losses``: total losses of the latest updates, for the spike guard.
+    """
+
+    step: int = 0
+    attempt: int = 0
+    position: int = 0
+    tokens: int = 0
+    skips_in_a_row: int = 0
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_WINDOW))
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        return self.step, self.attempt
+
+    def spike_limit(self) -> float | None:
+        """The total loss from which an attempt is a spike: mean + 6 sigma of the last 128 (None before that)."""
+        if len(self.losses) < SPIKE_WINDOW:
+            return None
+        return statistics.fmean(self.losses) + SPIKE_SIGMAS * statistics.pstdev(self.losses)
+
+    def note(self, total_loss: float, *, is_update: bool) -> None:
+        """Count the attempt just made; a loss that is not finite never enters the window."""
+        self.step += is_update
+        self.skips_in_a_row = 0 if is_update else self.skips_in_a_row + 1
+        if is_update and math.isfinite(total_loss):
+            self.losses.append(total_loss)
+
+
+def tensors(model: HyMo, optimizers: Optimizers) -> dict[str, Any]:
+    """The tensors of a checkpoint: parameters and buffers, and the optimizer's state by parameter."""
+    return {"model": model.state_dict(), "optimizer": optimizers.named_state()}
+
+
+def meta(
+    config: HyMoConfig, progress: Progress, train: TokenSet, optimizers: Optimizers, device: torch.device
+) -> dict[str, Any]:
+    """All else of a checkpoint, as JSON values."""
+    return {
+        "config": to_dict(config),
+        "position": progress.position,
+        "tokens": progress.tokens,
+        "losses": list(progress.losses),
+        "data_fingerprint": train.fingerprint,
+        "optimizer_settings": optimizers.settings(),
+        "rng": torch.get_rng_state().numpy().tobytes().hex(),
+        **surroundings(device),
+    }
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """What must be equal for a resumed run to repeat the bits."""
+    return {
+        "world_size": reduce.world_size(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "versions": {"hymo": hymo.__version__, "torch": torch.__version__},
+    }
+
+
+def restore(
+    checkpoint: Path, model: HyMo, optimizers: Optimizers, train: TokenSet, run_dir: Path | None
+) -> tuple[Progress, Manifest]:
+    """Fill model and optimizer from a checkpoint, in place, and say where the run stands.
+
+    At the point where a run was branched off, other data (read from its start) and other optimizer settings are what
+    the branch is for; anywhere else they are refused.
+    """
+    manifest = store.read_manifest(checkpoint)
+    before = manifest.meta
+    branched = read_branch(run_dir) if run_dir is not None else None
+    at_branch = branched is not None and (branched.step, branched.attempt) == (manifest.step, manifest.attempt)
+    if not at_branch:
+        try:
+            optimizers.check_settings(before["optimizer_settings"])
+        except ValueError as error:
+            raise HyMoError(f"{checkpoint}: {error}") from None
+    same_data = before["data_fingerprint"] == train.fingerprint
+    if not same_data and not at_branch:
+        raise HyMoError(
+            f"{checkpoint}: the run read other text (fingerprint {before['data_fingerprint'][:12]}, found "
+            f"{train.fingerprint[:12]}); accepted: the same data.source and data.tokenizer"
+        )
+    store.load(checkpoint, tensors(model, optimizers))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(before["rng"]), dtype=torch.uint8))
+    progress = Progress(manifest.step, manifest.attempt, before["position"] if same_data else 0, before["tokens"])
+    progress.losses.extend(before["losses"] if same_data else [])
+    return progress, manifest
+
+
+def rewind(checkpoint: Path, model: HyMo, optimizers: Optimizers, progress: Progress) -> None:
+    """Back to a checkpoint after a spike, leaving out the data read since: attempts and data position go on."""
+    manifest = store.load(checkpoint, tensors(model, optimizers))
+    progress.step = manifest.step
+    progress.losses.clear()
+    progress.losses.extend(manifest.meta["losses"])
+
+
+def said_of_bits(before: Mapping[str, Any], device: torch.device, deterministic: bool) -> str:
+    """Whether what follows repeats the run bit for bit, and if not, why."""
+    now = surroundings(device)
+    differing = [key for key in now if now[key] != before[key]]
+    if device.type == "cuda" and not deterministic:
+        differing.append("training.deterministic is false")
+    return "resume: bitwise" if not differing else f"resume: not bitwise ({', '.join(differing)})"
