@@ -37,8 +37,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose faults are one line and exit code 2."""
 
-    def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+    def __init__(self, **settings):  # type: ignore[no-untyped-def]
+        super().__init__(**{**settings, "allow_abbrev": False})
 
     def error(self, message: str):  # type: ignore[no-untyped-def,override]
         print(f"hymo: {message} (see {self.prog} --help)", file=sys.stderr)

@@ -201,7 +201,7 @@ def test_profile_writes_a_trace(small_config, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-# ------------------------------------------------------------------------------------------------------ the command line
+# ------------------------------------------------------------------------------ the command line
 def hymo(*words, code=0, capsys):
     assert main(words) == code
     return capsys.readouterr()
@@ -305,3 +305,124 @@ def test_resume_starts_where_there_is_nothing_yet(small_flags, tmp_path, monkeyp
     assert "resumed from new/checkpoints/step-6: update 6" in out
     assert time.perf_counter() - began < 30
     assert len(rows(tmp_path / "new")) == 6
+
+
+# ------------------------------------------------------------------------------------------- branches, spikes, saves
+def test_a_branch_decays_from_the_stable_phase_and_says_what_differs(finished, small_flags, tmp_path, capsys):
+    run_dir, _ = finished
+    words = [
+        "branch",
+        str(run_dir),
+        "--at",
+        "4",
+        "--decay",
+        "2",
+        "--optimizer.adamw_lr=1e-3",
+        "--run-dir",
+        str(tmp_path / "b"),
+    ]
+    out = hymo(*words, capsys=capsys).out
+    assert "optimizer.adamw_lr: 0.003 -> 0.001" in out
+    assert "resumed from" in out
+    table = rows(tmp_path / "b")
+    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
+    parent = rows(run_dir)
+    assert [row["loss"] for row in table[:5]] == [row["loss"] for row in parent[:5]]  # the same data, the same model
+    assert table[-1]["lr_muon"] == pytest.approx(0.02 * 0.05)
+    assert table[4]["lr_adamw"] == pytest.approx(1e-3 * (0.05 + 0.95 * 0.5))
+    refused = hymo("branch", str(run_dir), "--at", "6", "--decay", "2", code=2, capsys=capsys)
+    assert "accepted: a checkpoint of the stable phase" in refused.err
+    refused = hymo("branch", str(run_dir), "--at", "4", code=2, capsys=capsys)
+    assert "neither or both of --decay and --extend" in refused.err
+
+
+def test_an_extended_run_repeats_the_rates_before_the_old_decay(finished, tmp_path, capsys):
+    run_dir, _ = finished
+    hymo("branch", str(run_dir), "--extend", "10", "--run-dir", str(tmp_path / "e"), capsys=capsys)
+    table, parent = rows(tmp_path / "e"), rows(run_dir)
+    assert table[-1]["step"] == 10
+    assert [row["lr_muon"] for row in table[:5]] == [row["lr_muon"] for row in parent[:5]]
+    assert table[5]["lr_muon"] == parent[4]["lr_muon"]
+
+
+def test_a_branch_on_other_data_starts_at_its_beginning(finished, tmp_path, capsys):
+    import email
+
+    run_dir, _ = finished
+    other = str(os.path.dirname(email.__file__))
+    words = [
+        "branch",
+        str(run_dir),
+        "--at",
+        "4",
+        "--decay",
+        "2",
+        f"--data.source={other}",
+        "--run-dir",
+        str(tmp_path / "b"),
+    ]
+    out = hymo(*words, capsys=capsys).out
+    assert "data.source:" in out
+    assert store.read_manifest(store.latest(tmp_path / "b")).meta["position"] == 2 * 4
+
+
+def test_background_saves_hold_what_foreground_saves_hold(finished, small_config, tmp_path):
+    """torchtitan#930, pytorch#144657: a later step must not leak into the file."""
+    run_dir, _ = finished
+    config = changed(small_config, checkpoint={"asynchronous": True})
+    Trainer(config, run_dir=tmp_path / "a").train()
+    for step in (4, 5, 6):
+        states = []
+        for folder in (run_dir, tmp_path / "a"):
+            trainer = Trainer(small_config)
+            trainer.resume(folder / "checkpoints" / f"step-{step}")
+            states.append(store.flatten(recovery.tensors(trainer.model, trainer.optimizers)))
+        assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+class Spike(PretrainingLoss):
+    """A loss far too large, but finite, in one attempt."""
+
+    def __init__(self, attempt):
+        super().__init__((0.3, 0.1))
+        object.__setattr__(self, "at", attempt)
+        object.__setattr__(self, "calls", [0])
+
+    def __call__(self, output, valid_K):
+        self.calls[0] += 1
+        total, means = super().__call__(output, valid_K)
+        return (total + 50.0, means) if (self.calls[0] + 1) // 2 == self.at else (total, means)
+
+
+@pytest.mark.parametrize("policy", ["off", "skip", "rewind"])
+def test_spike_guard(policy, small_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery, "SPIKE_WINDOW", 3)
+    monkeypatch.setattr(recovery.Progress, "__init__", _short_window)
+    config = changed(small_config, training={"spike_guard": policy, "consecutive_nan_limit": 1})
+    result = Trainer(config, loss=Spike(6), run_dir=tmp_path / "run").train()
+    table = rows(tmp_path / "run")
+    steps = [row["step"] for row in table]
+    assert result.step == 6
+    assert steps == {"off": [1, 2, 3, 4, 5, 6], "skip": [1, 2, 3, 4, 5, 6, 6], "rewind": [1, 2, 3, 4, 5, 6, 6]}[policy]
+    assert [row["skipped"] for row in table].count(True) == (policy != "off")
+
+
+def _short_window(self, step=0, attempt=0, position=0, tokens=0):
+    from collections import deque
+
+    self.step, self.attempt, self.position, self.tokens = step, attempt, position, tokens
+    self.skips_in_a_row, self.losses = 0, deque(maxlen=3)
+
+
+def test_rewind_goes_back_to_the_checkpoint_and_past_the_data(small_config, tmp_path):
+    config = changed(small_config, checkpoint={"every": 2})
+    trainer = Trainer(config, run_dir=tmp_path / "run")
+    for _ in range(2):
+        trainer.train_step()
+    trainer.save()
+    kept = {k: v.clone() for k, v in store.flatten(recovery.tensors(trainer.model, trainer.optimizers)).items()}
+    trainer.train_step()
+    recovery.rewind(trainer.last_checkpoint, trainer.model, trainer.optimizers, trainer.progress)
+    now = store.flatten(recovery.tensors(trainer.model, trainer.optimizers))
+    assert all(torch.equal(kept[k], now[k]) for k in kept)
+    assert (trainer.step, trainer.progress.attempt, trainer.progress.position) == (2, 3, 12)

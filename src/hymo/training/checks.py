@@ -61,11 +61,10 @@ def check_deal(config: HyMoConfig, deal: Deal, log: Log) -> None:
     if deal.padded_share > MOST_FILLER:
         sizes = range(t.micro_batch_size, 0, -1)
         fits = next((m for m in sizes if Deal(t.global_batch_size, ranks, m).padded_share <= MOST_FILLER), None)
-        example = (
-            f"for example {fits}" if fits else f"which {t.global_batch_size} sequences on {ranks} ranks cannot meet"
-        )
+        none = f"which {t.global_batch_size} sequences on {ranks} ranks cannot meet"
+        example = f"for example {fits}" if fits else none
         raise HyMoError(
-            f"training.micro_batch_size: found {t.micro_batch_size}, which fills {deal.padded_share:.0%} of each update "
+            f"training.micro_batch_size: found {t.micro_batch_size}, which fills {deal.padded_share:.0%} of an update "
             f"with empty sequences; accepted: at most {MOST_FILLER:.0%}, {example}"
         )
     if deal.padded_share > 0:

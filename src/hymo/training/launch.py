@@ -23,7 +23,6 @@ from hymo.runs import (
     next_run_dir,
     refuse_existing,
     resumed_config,
-    write_config,
 )
 from hymo.training.flags import thread_optimization_flags
 from hymo.training.trainer import Trainer
@@ -55,8 +54,6 @@ def train(
     if not resume:
         refuse_existing(folder)
     trainer = Trainer(config, run_dir=folder, profile=steps)
-    if reduce.is_main():
-        write_config(folder, config)
     print_header(trainer, config, folder)
     store.prove_shared(folder)
     newest = store.latest_on_all_ranks(folder) if goes_on else None

@@ -42,11 +42,16 @@ class Phases(NamedTuple):
 class ScheduleSettings(Protocol):
     """What the scheduler reads of a config (``SchedulerConfig`` once its step counts are resolved)."""
 
-    total_steps: Any
-    warmup_steps: Any
-    decay_steps: Any
-    min_lr_ratio: Any
-    decay: Any
+    @property
+    def total_steps(self) -> int | None: ...
+    @property
+    def warmup_steps(self) -> int | None: ...
+    @property
+    def decay_steps(self) -> int | None: ...
+    @property
+    def min_lr_ratio(self) -> float: ...
+    @property
+    def decay(self) -> str: ...
 
 
 def resolve_phases(

@@ -31,6 +31,7 @@ from hymo.observe.trackers import open_trackers
 from hymo.observe.watchdog import Watchdog
 from hymo.optim.build import build_optimizers
 from hymo.plan import flops_per_token
+from hymo.runs import METRICS, write_config
 from hymo.training import recovery
 from hymo.training.checks import check_data, check_deal, prepare_data
 from hymo.training.flags import make_deterministic, resolve_fsdp, thread_optimization_flags
@@ -114,7 +115,10 @@ class Trainer:
     def train(self) -> TrainResult:
         """Go on from where this trainer stands to the last update; evaluate, save and log on the way."""
         metrics = self._open_metrics()
-        trackers = open_trackers(self.config.logging, self.run_dir, self.step) if self._writes else []
+        trackers = []
+        if self.run_dir is not None and reduce.is_main():
+            write_config(self.run_dir, self.config)
+            trackers = open_trackers(self.config.logging, self.run_dir, self.step)
         throughput, stopped, evaluation = Throughput(), None, {}
         began, began_step = time.perf_counter(), self.step
         self.log.start("train", self.total_steps, self.step)
@@ -259,10 +263,6 @@ class Trainer:
         """The last update at the peak rate: its checkpoint is always written and kept, branches start there."""
         return self.total_steps - (self.config.scheduler.decay_steps or 0)
 
-    @property
-    def _writes(self) -> bool:
-        return self.run_dir is not None and reduce.is_main()
-
     def stream(self) -> BatchStream:
         """The batches of this rank from the present position on."""
         if self._stream is None:
@@ -343,7 +343,9 @@ class Trainer:
             tracker.log(row["step"], {k: v for k, v in row.items() if k not in ("step", "attempt")})
 
     def _open_metrics(self) -> MetricsFile | None:
-        return MetricsFile(self.run_dir / "metrics.jsonl") if self._writes and self.run_dir is not None else None
+        if self.run_dir is None or not reduce.is_main():
+            return None
+        return MetricsFile(self.run_dir / METRICS)
 
     # ---------------------------------------------------------------------------------- names of the design notes
     def _thread_optimization_flags(self) -> None:
