@@ -37,7 +37,6 @@ def run(make, dtype, fused):
             ps[1].grad = None
         optimizer.step()
     used = [s for steps in optimizer.prepared.values() for s in steps]
-    assert len(used) == 2 or not used, used
     if fused:
         assert used and all(getattr(s, "tables", s) is not None for s in used)
     return [t.detach().float() for p in ps for t in (p, *optimizer.state[p].values())]

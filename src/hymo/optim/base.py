@@ -5,6 +5,7 @@ and one step over all groups that use it. Rates are float64 scalars on the param
 a schedule never makes the host wait; `set_factor` returns the same rates as Python floats for logs.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add a group, fill in its settings, check them and make its state."""
         group = dict(param_group)
         name = group.setdefault("algorithm", self.defaults.get("algorithm"))
+        for home in ("hymo.optim.normuon", "hymo.optim.cautious_adamw"):  # whichever was imported, groups know both
+            importlib.import_module(home)
         if name not in ALGORITHMS:
             raise ValueError(f"algorithm: found {name!r}, accepted: {', '.join(sorted(ALGORITHMS))}")
         algorithm = ALGORITHMS[name]

@@ -101,8 +101,7 @@ def _fused(optimizer: GroupedOptimizer, group: Group, params: list[Tensor]) -> b
         return False
     key = frozenset(params)
     if key not in optimizer.prepared:
-        fit = triton_step.adamw_supports(params)
-        optimizer.prepared[key] = [triton_step.AdamWTables(params, params[0].device)] if fit else []
+        optimizer.prepared[key] = triton_step.adamw_tables(params)
     for tables in optimizer.prepared[key]:
         tables.run(optimizer.state, group, decay_of(group))
     return bool(optimizer.prepared[key])

@@ -4,10 +4,13 @@ Tensors are named by a table of addresses (int64), so one launch serves all part
 Every kernel reads each input once and writes each output once. No atomics: equal inputs give equal bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Columns of the address table of a part.
 GRAD, MOMENTUM, WEIGHT, SECOND_MOMENT = range(4)
@@ -21,6 +24,15 @@ def _pointer(table, piece, column: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _elements(table, piece, column: tl.constexpr, offsets, ALIGNED: tl.constexpr):
+    """Addresses of consecutive float32 elements; ALIGNED promises multiples of 16 bytes, for wide loads."""
+    pointers = _pointer(table, piece, column, tl.float32) + offsets
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, [16])
+    return pointers
+
+
+@triton.jit
 def momentum_kernel(
     table, out, numel, beta, NESTEROV: tl.constexpr, WRITE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -28,13 +40,11 @@ def momentum_kernel(
     piece = tl.program_id(1)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
-    grads, momenta = _pointer(table, piece, 0, tl.float32), _pointer(table, piece, 1, tl.float32)
-    if ALIGNED:
-        grads, momenta = tl.multiple_of(grads, 16), tl.multiple_of(momenta, 16)
-    g = tl.load(grads + offsets, mask=inside, other=0.0)
-    m = tl.load(momenta + offsets, mask=inside, other=0.0)
+    momenta = _elements(table, piece, 1, offsets, ALIGNED)
+    g = tl.load(_elements(table, piece, 0, offsets, ALIGNED), mask=inside, other=0.0)
+    m = tl.load(momenta, mask=inside, other=0.0)
     m += (1.0 - beta) * (g - m)
-    tl.store(momenta + offsets, m, mask=inside)
+    tl.store(momenta, m, mask=inside)
     if WRITE:
         u = g + beta * (m - g) if NESTEROV else m
         tl.store(out + piece.to(tl.int64) * numel + offsets, u.to(out.dtype.element_ty), mask=inside)
@@ -118,10 +128,8 @@ def apply_kernel(
     if NORMALIZE:
         u *= tl.load(inverse + piece * (numel // cols) + offsets // cols, mask=inside, other=0.0)
     u *= factor.to(tl.float32)
-    weights = _pointer(table, piece, 2, tl.float32)
-    if ALIGNED:
-        weights = tl.multiple_of(weights, 16)
-    w = tl.load(weights + offsets, mask=inside, other=0.0)
+    weights = _elements(table, piece, 2, offsets, ALIGNED)
+    w = tl.load(weights, mask=inside, other=0.0)
     decay = w * weight_decay
     if SQUARED:
         decay *= lr
@@ -129,19 +137,19 @@ def apply_kernel(
         if MASK == "update":
             source = u
         elif MASK == "momentum":
-            source = tl.load(_pointer(table, piece, 1, tl.float32) + offsets, mask=inside, other=0.0)
+            source = tl.load(_elements(table, piece, 1, offsets, ALIGNED), mask=inside, other=0.0)
         else:
-            source = tl.load(_pointer(table, piece, 0, tl.float32) + offsets, mask=inside, other=0.0)
+            source = tl.load(_elements(table, piece, 0, offsets, ALIGNED), mask=inside, other=0.0)
         opposed = ((source > 0) & (w < 0)) | ((source < 0) & (w > 0))
         decay = tl.where(opposed, 0.0, decay)
-    tl.store(weights + offsets, w - lr * (u + decay), mask=inside)
+    tl.store(weights, w - lr * (u + decay), mask=inside)
 
 
 @triton.jit
 def adamw_kernel(
     table,  # int64 [tensors, 4]: gradient, first moment, weight, second moment
     corrections,  # float32 [tensors, 2]: 1 / (1 - beta^t) of both moments
-    sizes,  # int64 [tensors]
+    sizes,  # int32 [tensors]: elements / UNIT
     programs,  # int32 [programs, 2]: tensor, block
     rate,
     beta1,
@@ -150,26 +158,24 @@ def adamw_kernel(
     weight_decay,
     MASK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    UNIT: tl.constexpr,  # 4 lets the compiler load four elements at a time
     BLOCK: tl.constexpr,
 ):
     """AdamW with masked decay over many tensors."""
     program = tl.program_id(0)
     tensor, block = tl.load(programs + program * 2), tl.load(programs + program * 2 + 1)
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < tl.load(sizes + tensor)
-    grads, firsts = _pointer(table, tensor, 0, tl.float32), _pointer(table, tensor, 1, tl.float32)
-    weights, seconds = _pointer(table, tensor, 2, tl.float32), _pointer(table, tensor, 3, tl.float32)
-    if ALIGNED:
-        grads, firsts = tl.multiple_of(grads, 16), tl.multiple_of(firsts, 16)
-        weights, seconds = tl.multiple_of(weights, 16), tl.multiple_of(seconds, 16)
-    g = tl.load(grads + offsets, mask=inside, other=0.0)
-    m = tl.load(firsts + offsets, mask=inside, other=0.0)
-    v = tl.load(seconds + offsets, mask=inside, other=0.0)
-    w = tl.load(weights + offsets, mask=inside, other=0.0)
+    inside = offsets < tl.load(sizes + tensor).to(tl.int64) * UNIT
+    firsts, seconds = _elements(table, tensor, 1, offsets, ALIGNED), _elements(table, tensor, 3, offsets, ALIGNED)
+    weights = _elements(table, tensor, 2, offsets, ALIGNED)
+    g = tl.load(_elements(table, tensor, 0, offsets, ALIGNED), mask=inside, other=0.0)
+    m = tl.load(firsts, mask=inside, other=0.0)
+    v = tl.load(seconds, mask=inside, other=0.0)
+    w = tl.load(weights, mask=inside, other=0.0)
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
-    tl.store(firsts + offsets, m, mask=inside)
-    tl.store(seconds + offsets, v, mask=inside)
+    tl.store(firsts, m, mask=inside)
+    tl.store(seconds, v, mask=inside)
     first, second = tl.load(corrections + tensor * 2), tl.load(corrections + tensor * 2 + 1)
     u = m * first / (tl.sqrt(v * second) + eps)
     lr = tl.load(rate).to(tl.float32)
@@ -183,7 +189,7 @@ def adamw_kernel(
             source = u
         opposed = ((source > 0) & (w < 0)) | ((source < 0) & (w > 0))
         decay = tl.where(opposed, 0.0, decay)
-    tl.store(weights + offsets, w - lr * (u + decay), mask=inside)
+    tl.store(weights, w - lr * (u + decay), mask=inside)
 
 
 @triton.jit
@@ -203,6 +209,7 @@ def symmetric_kernel(
     diagonal,
     POWER: tl.constexpr,  # the result is multiplied by scale^POWER, one scale a matrix
     ADD: tl.constexpr,
+    COPY: tl.constexpr,  # x is a tensor descriptor: "rows" of [N, size, depth], "columns" of [N, depth, size]; or ""
     EVEN: tl.constexpr,  # depth divides by K, size by B
     B: tl.constexpr,
     K: tl.constexpr,
@@ -221,21 +228,31 @@ def symmetric_kernel(
     rows = i * B + tl.arange(0, B)
     cols = j * B + tl.arange(0, B)
     ks = tl.arange(0, K)
-    x += batch * x_batch
-    a_pointers = x + rows[:, None] * x_row + ks[None, :] * x_depth
-    b_pointers = x + cols[None, :] * x_row + ks[:, None] * x_depth
     total = tl.zeros((B, B), tl.float32)
-    for k in range(0, depth, K):
-        if EVEN:
-            a = tl.load(a_pointers)
-            b = tl.load(b_pointers)
-        else:
-            inside = k + ks < depth
-            a = tl.load(a_pointers, mask=(rows < size)[:, None] & inside[None, :], other=0.0)
-            b = tl.load(b_pointers, mask=(cols < size)[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-        a_pointers += K * x_depth
-        b_pointers += K * x_depth
+    if COPY == "rows":
+        for k in range(0, depth, K):
+            a = tl.reshape(x.load([program // tiles, i * B, k]), (B, K))
+            b = tl.reshape(x.load([program // tiles, j * B, k]), (B, K))
+            total = tl.dot(a, b.T, total)
+    elif COPY == "columns":
+        for k in range(0, depth, K):
+            a = tl.reshape(x.load([program // tiles, k, i * B]), (K, B))
+            b = tl.reshape(x.load([program // tiles, k, j * B]), (K, B))
+            total = tl.dot(a.T, b, total)
+    else:
+        a_pointers = x + batch * x_batch + rows[:, None] * x_row + ks[None, :] * x_depth
+        b_pointers = x + batch * x_batch + cols[None, :] * x_row + ks[:, None] * x_depth
+        for k in range(0, depth, K):
+            if EVEN:
+                a = tl.load(a_pointers)
+                b = tl.load(b_pointers)
+            else:
+                inside = k + ks < depth
+                a = tl.load(a_pointers, mask=(rows < size)[:, None] & inside[None, :], other=0.0)
+                b = tl.load(b_pointers, mask=(cols < size)[None, :] & inside[:, None], other=0.0)
+            total = tl.dot(a, b, total)
+            a_pointers += K * x_depth
+            b_pointers += K * x_depth
     where = batch * size * size + rows[:, None] * size + cols[None, :]
     inside = (rows < size)[:, None] & (cols < size)[None, :]
     value = total * alpha
@@ -267,14 +284,16 @@ def symmetric(
     depth_block: int = 64,
     warps: int = 8,
     stages: int = 3,
+    copies: bool = True,
 ) -> Tensor:
     """scale^power (alpha x x^T + beta addend + diagonal I) for x [N, s, k] of any strides, by half the products."""
     count, size, depth = x.shape
     out = torch.empty(count, size, size, dtype=x.dtype, device=x.device)
     side = triton.cdiv(size, block)
     tiles = side * (side + 1) // 2
+    source, copy = _descriptor(x, block, depth_block) if copies else (x, "")
     symmetric_kernel[(count * tiles,)](
-        x,
+        source,
         x if addend is None else addend,
         out,
         out if scale is None else scale,
@@ -287,6 +306,7 @@ def symmetric(
         diagonal,
         POWER=power,
         ADD=addend is not None,
+        COPY=copy,
         EVEN=size % block == 0 and depth % depth_block == 0,
         B=block,
         K=depth_block,
@@ -294,3 +314,14 @@ def symmetric(
         num_stages=stages,
     )
     return out
+
+
+def _descriptor(x: Tensor, block: int, depth_block: int) -> tuple[Any, str]:
+    """(x for the bulk copies of the hardware, the way it lies), or (x, "") where its addresses do not suit them."""
+    if x.data_ptr() % 16 or not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):
+        return x, ""
+    if x.stride(2) == 1 and x.stride(1) * x.element_size() % 16 == 0:
+        return TensorDescriptor.from_tensor(x, [1, block, depth_block]), "rows"
+    if x.stride(1) == 1 and x.stride(2) * x.element_size() % 16 == 0:
+        return TensorDescriptor.from_tensor(x.mT, [1, depth_block, block]), "columns"
+    return x, ""

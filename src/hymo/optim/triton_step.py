@@ -182,16 +182,16 @@ class TritonParts(Parts):
 
 
 class AdamWTables:
-    """A prepared AdamW step over parameters of one group."""
+    """A prepared AdamW step over parameters of one group, whose sizes are multiples of `unit`."""
 
-    def __init__(self, params: list[Tensor], device: torch.device):
-        self.params = params
+    def __init__(self, params: list[Tensor], device: torch.device, unit: int):
+        self.params, self.unit = params, unit
         sizes = np.array([local(p).numel() for p in params], dtype=np.int64)
         blocks = -(-sizes // ADAMW_BLOCK)
         tensor = np.repeat(np.arange(len(params)), blocks)
         block = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
         self.count = int(blocks.sum())
-        self.sizes = to_device(sizes, device)
+        self.sizes = to_device((sizes // unit).astype(np.int32), device)
         self.programs = to_device(np.stack([tensor, block], 1).astype(np.int32), device)
 
     def run(self, states: States, group: Group, weight_decay: float) -> None:
@@ -222,6 +222,7 @@ class AdamWTables:
                 weight_decay,
                 MASK=mask_name(group),
                 ALIGNED=bool((table % 16 == 0).all()),
+                UNIT=self.unit,
                 BLOCK=ADAMW_BLOCK,
                 num_warps=4,
             )
@@ -235,10 +236,14 @@ def round_masters(params: list[Tensor], states: States) -> None:
         torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
 
 
-def adamw_supports(params: list[Tensor]) -> bool:
-    """Float32 values (or copies) in one piece."""
-    values = [local(p) for p in params]
-    return all(v.is_contiguous() and v.dtype != torch.float64 for v in values)
+def adamw_tables(params: list[Tensor]) -> list[AdamWTables]:
+    """Tables for all of these parameters; none where a value is float64 or not in one piece."""
+    if not all(local(p).is_contiguous() and p.dtype != torch.float64 for p in params):
+        return []
+    fours = [p for p in params if local(p).numel() % 4 == 0]
+    rest = [p for p in params if local(p).numel() % 4]
+    device = local(params[0]).device
+    return [AdamWTables(some, device, unit) for some, unit in ((fours, 4), (rest, 1)) if some]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
