@@ -13,7 +13,9 @@ import torch
 from hymo.checkpoint import manifest
 from hymo.checkpoint.store import latest, load, save
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork") or torch.cuda.is_available(), reason="needs fork, and CUDA cannot be used after one"
+)
 
 WRITES = ("open", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
 

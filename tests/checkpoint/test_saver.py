@@ -50,16 +50,16 @@ def test_a_save_and_how_it_ended(tmp_path, asynchronous):
 
 def test_later_steps_do_not_leak_into_the_file(tmp_path, slow):
     """CPU tensors too are copied before the save returns (a view of them would hold the next step's numbers)."""
-    s, state, meta = Saver(tmp_path, asynchronous=True), counting_state(1), {"step": 1}
+    s, state, meta = Saver(tmp_path, asynchronous=True), counting_state(1), {"list": [1]}
     s.save(1, 1, state, meta)
     for tensor in state["model"].values():
         tensor.add_(100)
-    meta["step"] = 999
+    meta["list"].append(999)
     assert s.pending
     slow.set()
     s.wait()
     assert content(s.outcomes()[0]) == 1
-    assert store.read_manifest(tmp_path / "checkpoints" / "step-1").meta == {"step": 1}
+    assert store.read_manifest(tmp_path / "checkpoints" / "step-1").meta == {"list": [1]}
 
 
 def test_each_save_holds_its_own_numbers(tmp_path):
@@ -111,18 +111,29 @@ def test_an_unforeseen_error_in_the_background_is_not_lost(tmp_path, monkeypatch
     assert "oops" in str(s.outcomes()[0])
 
 
-def test_a_snapshot_shares_nothing():
-    state = {"a": {"w": torch.nn.Parameter(torch.ones(3)), "s": torch.tensor(1)}}
-    copied = snapshot(state)
-    assert copied["a"]["w"].untyped_storage().data_ptr() != state["a"]["w"].untyped_storage().data_ptr()
-    assert not copied["a"]["w"].requires_grad
-    with pytest.raises(TypeError, match="found int"):
+def test_a_snapshot_shares_nothing_and_its_memory_is_used_again():
+    state = {"a": {"w": torch.nn.Parameter(torch.ones(3)), "s": torch.tensor(1)}, "gone": torch.ones(1)}
+    first = snapshot(state)
+    assert sorted(first) == ["a.s", "a.w", "gone"]
+    assert first["a.w"].untyped_storage().data_ptr() != state["a"]["w"].untyped_storage().data_ptr()
+    assert not first["a.w"].requires_grad
+    memory = first["a.w"].data_ptr()
+    del state["gone"]
+    state["a"]["s"] = torch.ones(2, dtype=torch.int64)
+    with torch.no_grad():
+        state["a"]["w"].fill_(5)
+    second = snapshot(state, into=first)
+    assert sorted(second) == ["a.s", "a.w"]
+    assert second["a.w"].data_ptr() == memory
+    assert second["a.w"].tolist() == [5, 5, 5]
+    assert second["a.s"].tolist() == [1, 1]
+    with pytest.raises(TypeError, match="a: found int"):
         snapshot({"a": 3})
 
 
 def test_the_copy_is_what_protects(tmp_path, slow, monkeypatch):
     """The switch: without the copy the next step does leak."""
-    monkeypatch.setattr(saver, "_copy", lambda tensor: tensor)
+    monkeypatch.setattr(saver, "snapshot", lambda state, into: store.flatten(state))
     s, state = Saver(tmp_path, asynchronous=True), counting_state(1)
     s.save(1, 1, state, {})
     state["model"]["w"].add_(100)

@@ -7,6 +7,7 @@ at a time; the next one waits for it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hymo.checkpoint import store
 from hymo.checkpoint.manifest import CheckpointError
+from hymo.checkpoint.store import flatten
 from hymo.distributed.mesh import new_gloo_group
+from hymo.distributed.reduce import local
 
 Outcome = Path | CheckpointError
 
@@ -30,7 +34,8 @@ class Saver:
 
     Args:
         run_dir: the run's folder, shared by all ranks.
-        asynchronous: write in the background. Needs memory on the host for one copy of this rank's state.
+        asynchronous: write in the background. Holds host memory for one copy of this rank's state, from the first save
+            on (pinned on a GPU's host).
         keep, keep_every, protect: retention, as in ``store.save``.
         timeout_s: how long a background write may wait for another rank before it fails.
     """
@@ -50,6 +55,7 @@ class Saver:
         self._group = new_gloo_group(timeout_s) if asynchronous else None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
+        self._copy: dict[str, Tensor] | None = None
 
     def save(self, step: int, attempt: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Begin a save (and end it, in the foreground). How it went is told by ``outcomes``.
@@ -60,9 +66,10 @@ class Saver:
         if not self.asynchronous:
             self._write(step, attempt, state, meta)
             return
-        copied, copied_meta = snapshot(state), dict(meta)
+        self._copy = snapshot(state, into=self._copy)
+        copied_meta = copy.deepcopy(dict(meta))
         self._thread = threading.Thread(
-            target=self._write, args=(step, attempt, copied, copied_meta), name=f"save-{step}", daemon=True
+            target=self._write, args=(step, attempt, self._copy, copied_meta), name=f"save-{step}", daemon=True
         )
         self._thread.start()
 
@@ -99,17 +106,36 @@ class Saver:
         self._outcomes.append(outcome)
 
 
-def snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested dicts of tensors in the host's memory; a sharded tensor's copy is sharded alike.
+def snapshot(state: Mapping[str, Any], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """A copy of a state in the host's memory, flat; a sharded tensor's copy is sharded alike.
 
-    Tensors that are on the CPU already are copied too: the next update would change them under the writer.
+    Tensors that are on the CPU already are copied too: the next update would change them under the writer. ``into`` is
+    the result of an earlier call whose memory is used again (pinned memory is dear to get and fast to fill).
     """
-    copied = {key: snapshot(value) if isinstance(value, Mapping) else _copy(value) for key, value in state.items()}
-    return copied
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"state: found {type(tensor).__name__}, accepted: tensors and dicts of them")
+    tensors = flatten(state)
+    copies = {} if into is None else into
+    for key in copies.keys() - tensors.keys():
+        del copies[key]
     with torch.no_grad():
-        return tensor.detach().to("cpu", copy=True)
+        for key, tensor in tensors.items():
+            if key not in copies or not _alike(copies[key], tensor):
+                copies[key] = _host_memory_for(tensor)
+            local(copies[key]).copy_(local(tensor), non_blocking=True)
+    if any(local(tensor).is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+def _host_memory_for(tensor: Tensor) -> Tensor:
+    """Memory of the tensor's kind on the CPU: pinned for a GPU's, wrapped alike for a sharded one."""
+    piece = local(tensor)
+    memory = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda and piece.numel() > 0)
+    if not isinstance(tensor, DTensor):
+        return memory
+    wrapped: Any = tensor.detach().to("cpu", copy=True)
+    wrapped._local_tensor = memory  # as DCP's own staging does; from_local would move it to the mesh's device
+    return wrapped
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return local(a).shape == local(b).shape and a.dtype == b.dtype and a.shape == b.shape

@@ -184,7 +184,9 @@ def drop_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state: Any = module._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # torch before 2.13 has one group a unit
+        for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
             group._partial_reduce_output = None
             for param in group.fsdp_params:
                 param.sharded_param.grad = param.unsharded_accumulated_grad = None

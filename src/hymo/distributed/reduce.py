@@ -165,7 +165,7 @@ def clip(parameters: Iterable[Tensor], max_norm: float | None, norm: float) -> f
     """
     coefficient = min(1.0, max_norm / (norm + CLIP_EPS)) if max_norm else 1.0
     if coefficient < 1.0:
-        grads = [_local(p.grad) for p in parameters if p.grad is not None]
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, coefficient)
     return coefficient
@@ -215,7 +215,8 @@ def barrier(group: ProcessGroup | None = None, timeout: float | None = None, nam
     dist.barrier(group)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece of a DTensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -243,7 +244,7 @@ def _sums_of_squares(groups: Mapping[str, list[Tensor]], me: int, device: torch.
         if not grads:
             sums.append(torch.zeros((), dtype=torch.float64, device=device))
             continue
-        norms = torch.stack(torch._foreach_norm([_local(g) for g in grads], 2.0, dtype=torch.float64))
+        norms = torch.stack(torch._foreach_norm([local(g) for g in grads], 2.0, dtype=torch.float64))
         own_finite = own_finite.to(norms.device) & torch.isfinite(norms).all()
         counted = torch.tensor([_counts_here(g, me) for g in grads], device=norms.device)
         sums.append(norms.square().masked_fill(~counted, 0.0).sum())  # a mask: 0 * inf would be nan
