@@ -28,6 +28,7 @@ SETS = ("train", "val")
 LEAST_UNIT_BYTES, MOST_UNITS = 4 << 20, 256
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 4 << 20
 _KEPT_FAULTS = 5
+_STOP = -(1 << 62)  # in place of the bytes read: workers are to stop
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,8 @@ def _write_in_processes(
             " this one stopped, and --workers with a smaller number takes less memory"
         ) from None
     finally:
+        with counter.get_lock():
+            counter.value = _STOP  # where this ends early, the units in work are not waited for
         pool.shutdown(cancel_futures=True)
 
 
@@ -189,8 +192,11 @@ def _end_with_parent() -> None:
 
 def _work(number: int, pieces: list[Piece]) -> UnitResult:
     def add(size: int) -> None:
-        with _worker["counter"].get_lock():
-            _worker["counter"].value += size
+        counter = _worker["counter"]
+        with counter.get_lock():
+            if counter.value < 0:
+                raise KeyboardInterrupt
+            counter.value += size
 
     return write_unit(number, pieces, _worker["tokenizer"], _worker["job"], add)
 
