@@ -301,3 +301,14 @@ def test_a_mix_of_several_tokenizers_is_refused(tmp_path, settings, bpe_file):
     b = prepare(settings([tmp_path / "a"], tokenizer=str(bpe_file))).train.folder
     with pytest.raises(DataError, match="the sources have several tokenizers"):
         TokenSet(a, b)
+
+
+def test_progress_goes_through_all_sources_of_a_mix(tmp_path, settings):
+    config = settings(None, val={"more": [str(write_texts(tmp_path / "more", 5))]})
+    config.source = [Weighted(write_texts(tmp_path / name, 20), 1) for name in ("a", "b")]
+    calls: list[tuple[int, int]] = []
+    prepare(config, lambda done, total: calls.append((done, total)))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*/*.txt"))
+    assert calls == sorted(calls)
+    assert {total for _, total in calls} == {size}
+    assert calls[-1][0] == size

@@ -51,56 +51,72 @@ class TokenData:
 
 
 @dataclass(frozen=True)
-class _Opener:
-    """Opens the folders of one source at a time, building them first where the cache has none that fits."""
+class _Wanted:
+    """Where the token sets "train" and "val" of one source are, or (source given) are to be built."""
 
-    tokenizer_choice: str
-    tokenizer: Tokenizer
-    root: Path
-    progress: Progress | None
-
-    def folder(self, entries: Sequence[str] | None, val_fraction: float) -> Path:
-        """A folder with whole token sets "train" and "val" of a source."""
-        if entries is not None and len(entries) == 1 and is_data_set(entries[0]):
-            return open_data_set(entries[0], self.tokenizer)
-        source = open_source(entries)
-        settings = f"{_LAYOUT}|{source.fingerprint()}|{self.tokenizer.fingerprint}|{val_fraction!r}"
-        target = self.root / hashlib.blake2b(settings.encode(), digest_size=12).hexdigest()
-        with disk_errors("data.cache_dir", self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.root / f".{target.name}.lock"):
-                if not _is_whole(target):
-                    remove_left_over(target)
-                    self._build(source, val_fraction, target)
-        return target
-
-    def _build(self, source: Source, val_fraction: float, target: Path) -> None:
-        with built_whole(target) as folder:
-            job = Job(str(folder), self.tokenizer_choice, fast=False, split=Split.of(val_fraction), skip_bad=False)
-            write_token_sets(source, job, val_fraction, progress=self.progress)
-            check_unchanged(source)
+    target: Path
+    source: Source | None = None
+    val_fraction: float = 0.0
 
 
 def prepare(config: DataSettings, progress: Progress | None = None) -> TokenData:
     """Open the token sets of `config.source`, building what the cache does not have.
 
-    progress(done_bytes, total_bytes) is called while a source is built, and not at all when nothing is. Any number of
+    progress(done_bytes, total_bytes) is called while sources are built, and not at all when nothing is. Any number of
     processes may call this at once: one builds, the others wait for it. Raises DataError.
     """
     tokenizer = open_tokenizer(config.tokenizer)
-    opener = _Opener(config.tokenizer, tokenizer, cache_folder(config.cache_dir), progress)
     paths, shares = _entries(config.source)
     groups: Mapping[str, Sequence[str] | None] = {"all": None} if paths is None else {"all": list(paths.values())}
     if paths is not None and (shares is not None or any(is_data_set(path) for path in paths.values())):
         groups = {name: [path] for name, path in paths.items()}  # each on its own
-    folders = {name: opener.folder(entries, config.val_fraction) for name, entries in groups.items()}
-    train = TokenSet(*(folder / "train" for folder in folders.values()), shares=shares)
-    val = {"val": TokenSet(*(folder / "val" for folder in folders.values()))}
-    if len(folders) > 1:
-        val |= {f"val_{name}": TokenSet(folder / "val") for name, folder in folders.items()}
-    for name, entries in (getattr(config, "val", None) or {}).items():
-        val[name] = TokenSet(opener.folder([entries] if isinstance(entries, str) else entries, 1.0) / "val")
+    named = {name: [e] if isinstance(e, str) else e for name, e in (getattr(config, "val", None) or {}).items()}
+    root = cache_folder(config.cache_dir)
+    wanted = [_wanted(entries, tokenizer, root, config.val_fraction) for entries in groups.values()]
+    wanted_val = [_wanted(entries, tokenizer, root, 1.0) for entries in named.values()]
+    _build_missing([*wanted, *wanted_val], config.tokenizer, progress)
+    train = TokenSet(*(one.target / "train" for one in wanted), shares=shares)
+    val = {"val": TokenSet(*(one.target / "val" for one in wanted))}
+    if len(wanted) > 1:
+        val |= {f"val_{name}": TokenSet(one.target / "val") for name, one in zip(groups, wanted, strict=True)}
+    val |= {name: TokenSet(one.target / "val") for name, one in zip(named, wanted_val, strict=True)}
     return TokenData(train, {name: one for name, one in val.items() if one.n_documents}, tokenizer)
+
+
+def _wanted(entries: Sequence[str] | None, tokenizer: Tokenizer, root: Path, val_fraction: float) -> _Wanted:
+    if entries is not None and len(entries) == 1 and is_data_set(entries[0]):
+        return _Wanted(open_data_set(entries[0], tokenizer))
+    source = open_source(entries)
+    settings = f"{_LAYOUT}|{source.fingerprint()}|{tokenizer.fingerprint}|{val_fraction!r}"
+    return _Wanted(root / hashlib.blake2b(settings.encode(), digest_size=12).hexdigest(), source, val_fraction)
+
+
+def _build_missing(wanted: Sequence[_Wanted], tokenizer: str, progress: Progress | None) -> None:
+    """Build what is not there, or not whole; progress goes through all of it."""
+    total = sum(one.source.n_bytes for one in wanted if one.source is not None and not one.target.exists())
+    done = 0
+    for one in wanted:
+        if one.source is None:
+            continue
+        with disk_errors("data.cache_dir", one.target.parent):
+            one.target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(one.target.with_name(f".{one.target.name}.lock")):
+                if not _is_whole(one.target):
+                    remove_left_over(one.target)
+
+                    def tell(now: int, _: int, before: int = done) -> None:
+                        if progress is not None:
+                            progress(before + now, max(total, before + now))
+
+                    _build(one.source, one, tokenizer, tell)
+                    done += one.source.n_bytes
+
+
+def _build(source: Source, wanted: _Wanted, tokenizer: str, progress: Progress) -> None:
+    with built_whole(wanted.target) as folder:
+        job = Job(str(folder), tokenizer, fast=False, split=Split.of(wanted.val_fraction), skip_bad=False)
+        write_token_sets(source, job, wanted.val_fraction, progress=progress)
+        check_unchanged(source)
 
 
 def cache_folder(configured: str | None) -> Path:
