@@ -269,7 +269,9 @@ def plan_exchange(
             raise ValueError(f"plan: a matrix lies on {matrix.layout.ranks} ranks, accepted: {ranks}")
     owners = _choose_owners(matrices, ranks)
     queues: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(matrices)), key=lambda i: (matrices[i].shape, matrices[i].kind, i)):
+    # Largest first: while a GPU works on those, the host gets ahead with launching the many small ones.
+    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].numel, matrices[i].shape, matrices[i].kind, i))
+    for index in order:
         queues[owners[index]].append(index)
     cut = [_cut(queue, matrices, bucket_bytes // itemsize) for queue in queues]
     depth = max((len(parts) for parts in cut), default=0)
