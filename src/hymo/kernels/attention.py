@@ -78,9 +78,11 @@ def attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, mask: AttentionMas
         [B, T, H, V] in v's dtype.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHV))
+    v_dim, size = v.shape[-1], max(v.shape[-1], q.shape[-1])
     if isinstance(mask, BlockMask):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return flex(q, k, v, block_mask=mask, scale=scale).transpose(1, 2)
+        q, k, v = (_padded(x, max(x.shape[-1], 16)) for x in (q, k, v))  # its smallest head size
+        return flex(q, k, v, block_mask=mask, scale=scale)[..., :v_dim].transpose(1, 2)
     if mask is not None:
         mask = mask.to(q.dtype)
     if q.is_cuda:
@@ -88,10 +90,13 @@ def attention(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, mask: AttentionMas
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return out.transpose(1, 2)
     # Equal head sizes take the fused CPU kernel; unequal ones would build [B, H, T, T] twice over.
-    v_dim, size = v.shape[-1], max(v.shape[-1], q.shape[-1])
-    q, k, v = (F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (q, k, v))
+    q, k, v = (_padded(x, size) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out[..., :v_dim].transpose(1, 2)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 @torch.no_grad()

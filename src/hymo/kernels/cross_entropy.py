@@ -9,8 +9,9 @@ Shape suffixes: N tokens, D width, V vocabulary, K terms (one a hidden tensor), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,38 +38,39 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x))
 
 
-class _Chunk(NamedTuple):
-    """exp(logits - max), its row sums, log-sum-exp of the logits, the valid mask, labels made safe to index."""
+def _chunk_terms(
+    logits_CV: Tensor, labels_C: Tensor, weight: Tensor, z_weight: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of cross entropy and of lse^2 over the valid tokens, and d(weight * ce + z_weight * lse^2) / d logits.
 
-    exps_CV: Tensor
-    sums_C1: Tensor
-    lse_C1: Tensor
-    valid_C1: Tensor
-    safe_C1: Tensor
-
-
-def _chunk_forward(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tuple[_Chunk, Tensor, Tensor]:
-    """The chunk, and its sums of cross entropy and of lse^2 over the valid tokens; one buffer, four passes."""
-    logits_CV = _wide(F.linear(hidden_CD, weight_VD))
+    The logits are used up as the buffer of all this; the gradient has their dtype.
+    """
     valid_C1 = (labels_C != IGNORE)[:, None]
     safe_C1 = labels_C[:, None].clamp(min=0)
-    top_C1 = logits_CV.amax(-1, keepdim=True)
-    logits_CV.sub_(top_C1)
-    picked_C1 = logits_CV.gather(1, safe_C1)
-    sums_C1 = logits_CV.exp_().sum(-1, keepdim=True)
+    wide_CV = _wide(logits_CV)
+    top_C1 = wide_CV.amax(-1, keepdim=True)
+    wide_CV = wide_CV.sub_(top_C1)
+    picked_C1 = wide_CV.gather(1, safe_C1)
+    exps_CV = wide_CV.exp_()
+    sums_C1 = exps_CV.sum(-1, keepdim=True)
     log_sums_C1 = sums_C1.log()
     lse_C1 = top_C1 + log_sums_C1
     # where, not a product: a masked token's non-finite logits must not become 0 * inf.
     ce = torch.where(valid_C1, log_sums_C1 - picked_C1, 0).sum()
     z = torch.where(valid_C1, lse_C1.square(), 0).sum()
-    return _Chunk(logits_CV, sums_C1, lse_C1, valid_C1, safe_C1), ce, z
+    if not needs_grad:
+        return ce, z, logits_CV
+    scale_C1 = torch.where(valid_C1, (weight + 2 * z_weight * lse_C1) / sums_C1, 0)
+    at_label_C1 = torch.where(valid_C1, picked_C1.exp() * scale_C1 - weight, 0)
+    grad_CV = exps_CV.mul_(scale_C1).to(logits_CV.dtype)
+    return ce, z, grad_CV.scatter_(1, safe_C1, at_label_C1.to(grad_CV.dtype))
 
 
-def _chunk_gradient(chunk: _Chunk, weight: Tensor, z_weight: Tensor | float) -> Tensor:
-    """d(weight * ce + z_weight * lse^2) / d logits, in place of the exponentials."""
-    scale_C1 = torch.where(chunk.valid_C1, (weight + 2 * z_weight * chunk.lse_C1) / chunk.sums_C1, 0)
-    grad_CV = chunk.exps_CV.mul_(scale_C1)
-    return grad_CV.scatter_add_(1, chunk.safe_C1, torch.where(chunk.valid_C1, -weight, 0).to(grad_CV.dtype))
+@functools.cache
+def _chunk_function(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Compiled on CUDA, where the passes over the logits would cost more than their products; the same otherwise."""
+    compiled = device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    return torch.compile(_chunk_terms, dynamic=False) if compiled else _chunk_terms
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -76,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight_VD, term_weights_K, z_weight, labels_KN, needs_grad, rows, *hidden_list):
-        device = weight_VD.device
+        device, chunk_terms = weight_VD.device, _chunk_function(weight_VD.device.type)
         ce_sums, z_sum = [], torch.zeros((), device=device)
         grad_weight = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=wide_dtype(weight_VD))
         grad_hidden = [torch.empty_like(h) if needs_grad else h for h in hidden_list]
@@ -85,12 +87,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden_ND.shape[0], rows):
                 chunk = slice(start, start + rows)
                 hidden_CD, labels_C = hidden_ND[chunk], labels_KN[k, chunk]
-                values, ce, z = _chunk_forward(hidden_CD, weight_VD, labels_C)
+                logits_CV = F.linear(hidden_CD, weight_VD)
+                z_of_k = z_weight if k == 0 else torch.zeros_like(z_weight)
+                ce, z, grad = chunk_terms(logits_CV, labels_C, term_weights_K[k], z_of_k, needs_grad)
                 ce_sum = ce_sum + ce
                 z_sum = z_sum + z if k == 0 else z_sum
                 if needs_grad:
-                    grad = _chunk_gradient(values, term_weights_K[k], z_weight if k == 0 else 0.0)
-                    grad = grad.to(weight_VD.dtype)
                     grad_hidden[k][chunk] = grad @ weight_VD
                     _add_product(grad_weight, grad, hidden_CD)
             ce_sums.append(ce_sum)

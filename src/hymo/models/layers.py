@@ -110,11 +110,13 @@ class _RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         x32, grad32, weight32, width = wide(x), wide(grad), weight.to(wide_dtype(x)), x.shape[-1]
         product = (grad32 * x32).view(-1, width)
-        # Both sums as products with a vector: several times faster on a CPU than reductions.
-        grad_weight = (rstd.view(-1) @ product).to(weight.dtype)
-        along_x = (product @ weight32).view_as(rstd) * rstd.pow(3) / width
+        if x.is_cuda:  # fused reductions
+            grad_weight, along_x = (product * rstd.view(-1, 1)).sum(0), (product * weight32).sum(-1)
+        else:  # products with a vector are several times faster on a CPU than reductions
+            grad_weight, along_x = rstd.view(-1) @ product, product @ weight32
+        along_x = along_x.view_as(rstd) * rstd.pow(3) / width
         grad_x = (grad32 * weight32).mul_(rstd).addcmul_(x32, along_x, value=-1)
-        return grad_x.to(x.dtype), grad_weight, None
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
