@@ -130,7 +130,7 @@ def build_parser() -> Parser:
     steps.add_argument("--steps", type=int, default=20, metavar="N", help="steps to time (default: 20)")
     steps.add_argument("--trace", metavar="FILE", help="write the profiler's trace")
     steps.set_defaults(run=run_bench_train, parser=steps)
-    for what in ("recurrence",):
+    for what in ("recurrence", "optimizer"):
         kind = kinds.add_parser(what, help=f"the {what} beside its peers (its own options: --help)", add_help=False)
         kind.set_defaults(run=run_bench_part, parser=kind, rest=[])
 
