@@ -7,7 +7,6 @@ from hymo.data import (
     IGNORED,
     ByteTokenizer,
     DataError,
-    DocLayout,
     SampleOrder,
     count_samples,
     left_over_tokens,
@@ -114,13 +113,6 @@ def test_a_window_past_the_end_is_a_document_without_labels(token_set):
     assert batch.tokens_BL.tolist() == [[ord("d"), END, 0, 0, 0, 0]]
     assert batch.doc_ids_BL.tolist() == [[0, 0, 1, 1, 1, 1]]
     assert batch.labels_KBT[:, 0].tolist() == [[END, IGNORED, IGNORED, IGNORED], [IGNORED] * 4, [IGNORED] * 4]
-
-
-def test_layout_positions_restart_at_each_document():
-    doc_ids = torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1], [3, 3, 3, 3, 3, 3]], dtype=torch.int32)
-    layout = DocLayout.from_doc_ids(doc_ids)
-    assert layout.doc_ids_BT is doc_ids
-    assert layout.positions_BT.tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
 
 
 def test_to_moves_all(token_set):

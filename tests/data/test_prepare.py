@@ -108,6 +108,17 @@ def test_a_damaged_cache_is_built_again(tmp_path, settings):
     assert documents(prepare(settings([source])).train) == before
 
 
+def test_a_whole_cache_is_read_without_writing(tmp_path, settings, monkeypatch):
+    source = write_texts(tmp_path / "text", 10)
+    first = prepare(settings([source]))
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sys.modules[prepare.__module__], "FileLock", refuse)
+    assert prepare(settings([source])).train.fingerprint == first.train.fingerprint
+
+
 @needs_posix
 def test_a_cache_that_is_cleared_and_built_again_under_a_running_job(tmp_path, settings):
     source = write_texts(tmp_path / "text", 10)

@@ -9,7 +9,7 @@ from typing import Any
 
 _HOMES = {
     "hymo.data.batch": (
-        "IGNORED", "Batch", "DocLayout", "count_samples", "left_over_tokens", "make_batch", "sample_order"
+        "IGNORED", "Batch", "count_samples", "left_over_tokens", "make_batch", "sample_order"
     ),
     "hymo.data.dataset": ("BuildReport", "build"),
     "hymo.data.overview": ("build_command", "inspect", "inspect_command"),

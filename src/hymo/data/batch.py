@@ -25,22 +25,6 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class DocLayout:
-    """Which document each place belongs to (int32, non-decreasing along a row), and its place in it (int64, from 0)."""
-
-    doc_ids_BT: Tensor
-    positions_BT: Tensor
-
-    @staticmethod
-    def from_doc_ids(doc_ids_BT: Tensor) -> "DocLayout":
-        places_T = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
-        starts_BT = torch.ones_like(doc_ids_BT, dtype=torch.bool)
-        starts_BT[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
-        first_BT = torch.where(starts_BT, places_T, 0).cummax(dim=1).values
-        return DocLayout(doc_ids_BT, places_T - first_BT)
-
-
-@dataclass(frozen=True)
 class Batch:
     """One micro-batch. Filler rows (real_B False) have token 0, document 0 and labels IGNORED throughout."""
 

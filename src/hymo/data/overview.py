@@ -125,7 +125,7 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> Iterator[str]:
     for k in range(int(buckets.min()), len(numbers)):
         bar = "#" * math.ceil(_BAR * numbers[k] / numbers.max())
         share = tokens[k] / tokens.sum()
-        yield f"{2**k:>10,} - {2 ** (k + 1) - 1:<12,}{numbers[k]:>12,} {share:>6.1%} of tokens  {bar}"
+        yield f"{2**k:>10,} - {2 ** (k + 1) - 1:<12,}{numbers[k]:>12,} {share:>6.1%} of tokens  {bar}".rstrip()
 
 
 def _spread(n: int, samples: int) -> list[int]:

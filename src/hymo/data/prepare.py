@@ -96,13 +96,14 @@ def _build_missing(wanted: Sequence[_Wanted], tokenizer: str, progress: Progress
     total = sum(one.source.n_bytes for one in wanted if one.source is not None and not one.target.exists())
     done = 0
     for one in wanted:
-        if one.source is None:
+        if one.source is None or _is_whole(one.target):
             continue
         with disk_errors("data.cache_dir", one.target.parent):
             one.target.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(one.target.with_name(f".{one.target.name}.lock")):
-                if not _is_whole(one.target):
+                if not _is_whole(one.target):  # nobody else built it meanwhile
                     remove_left_over(one.target)
+                    shutil.rmtree(one.target, ignore_errors=True)  # damaged: a disk lost data, a hand removed files
 
                     def tell(now: int, _: int, before: int = done) -> None:
                         if progress is not None:
@@ -152,13 +153,10 @@ def _unused_name(path: str, taken: Mapping[str, str]) -> str:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether both sets are there; a damaged folder (a disk that lost data, a hand that removed files) is cleared."""
-    if not target.exists():
-        return False
+    """Whether both token sets are there and undamaged."""
     try:
         for name in SETS:
             TokenSet(target / name)
     except DataError:
-        shutil.rmtree(target)
         return False
     return True
