@@ -5,10 +5,12 @@ import time
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hymo.checkpoint import manifest, saver, store
 from hymo.checkpoint.saver import Saver, snapshot
 from hymo.checkpoint.store import CheckpointError, load
+from hymo.distributed import mesh, reduce
 
 
 @pytest.fixture
@@ -142,3 +144,31 @@ def test_the_copy_is_what_protects(tmp_path, slow, monkeypatch):
     s.wait()
     assert content(s.outcomes()[0]) == 101
     assert manifest.is_whole(tmp_path / "checkpoints" / "step-1", hashes=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_state_is_copied_into_pinned_memory_once(tmp_path):
+    """Sharded and plain tensors of a GPU: pinned copies, used again, and each save holds its own numbers."""
+    mesh.ensure_group(torch.device("cuda"))
+    try:
+        grid = mesh.build_mesh("cuda")["dp_shard"]
+        plain, wide = torch.zeros(1000, device="cuda"), torch.zeros(64, 8, device="cuda")
+        sharded = distribute_tensor(wide, grid, [Shard(0)])
+        state = {"plain": plain, "sharded": sharded, "empty": torch.zeros(0, device="cuda")}
+        s = Saver(tmp_path, asynchronous=True)
+        for step in (1, 2, 3):
+            plain.fill_(step)
+            sharded.to_local().fill_(10 * step)
+            s.save(step, step, state, {})
+            plain.fill_(-1)
+            sharded.to_local().fill_(-1)
+        s.wait()
+        assert s._copy["plain"].is_pinned()
+        assert reduce.local(s._copy["sharded"]).is_pinned()
+        for step, path in enumerate(s.outcomes(), start=1):
+            load(path, state)
+            assert (plain == step).all()
+            assert (sharded.to_local() == 10 * step).all()
+    finally:
+        mesh.shutdown()
