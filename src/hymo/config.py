@@ -239,6 +239,8 @@ class TrainingConfig(Section):
     """experts compute in fsdp_mixed_precision; false = in float32"""
     torch_compile_gdn: AutoBool = "auto"
     """torch.compile of the blocks: auto = on CUDA"""
+    activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    """recompute blocks in the backward pass: whole ones, or all but matrix products, attention and recurrence"""
     grad_clip: float = Field(1.0, gt=0)
     """largest norm of the whole gradient"""
     loss_nan_skip: bool = True

@@ -30,7 +30,7 @@ FREE_KEYS = {
         "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
         "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
         "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
-        "spike_guard", "loss_nan_skip",
+        "spike_guard", "loss_nan_skip", "activation_checkpointing",
     },
     "data": {"cache_dir", "val"},
 }  # fmt: skip

@@ -6,12 +6,14 @@ R half of the rotary size, N any leading axes flattened.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hymo.kernels.attention import AttentionMask, build_mask
 
@@ -162,13 +164,16 @@ class CompilableBlock(nn.Module):
     """A block whose computation can run through ``torch.compile``, one graph for all blocks of a shape.
 
     The computation is the method ``_compute``; hooks on the module stay outside of the graph. ``use_compile`` True
-    compiles with inductor at the next call; None and False compute eagerly.
+    compiles with inductor at the next call; None and False compute eagerly. ``checkpointing``: ``none`` keeps every
+    activation for the backward pass; ``block`` recomputes the whole block there (but for the chosen experts, which
+    rounding could choose otherwise); ``selective`` keeps the results of matrix products, attention and recurrence too.
     """
 
     def __init__(self):
         super().__init__()
         self._use_compile: bool | None = None
         self._compiled: Callable[..., Any] | None = None
+        self.checkpointing = "none"
 
     @property
     def use_compile(self) -> bool | None:
@@ -183,14 +188,36 @@ class CompilableBlock(nn.Module):
 
     def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Run ``_compute`` through ``torch.compile`` with this backend from now on."""
-        self._compiled = torch.compile(self._compute, fullgraph=True, dynamic=False, backend=backend)
+        self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, backend=backend)
         self._use_compile = True
 
     def _compute(self, *args: Any) -> Any:
         raise NotImplementedError
 
+    def _body(self, *args: Any) -> Any:
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self._compute(*args)
+        context = functools.partial(create_selective_checkpoint_contexts, kept_operators(self.checkpointing))
+        return checkpoint(self._compute, *args, use_reentrant=False, context_fn=context)
+
     def _run(self, *args: Any) -> Any:
-        return (self._compiled or self._compute)(*args)
+        return (self._compiled or self._body)(*args)
+
+
+def kept_operators(checkpointing: str) -> list[Any]:
+    """Operators whose results a recomputed forward pass takes from the first one."""
+    ops, aten = torch.ops, torch.ops.aten
+    kept = [ops.hymo.choose_experts.default]
+    if checkpointing == "selective":
+        # No bmm: the chunked recurrence changes the results of its batched products in place.
+        kept += [aten.mm.default, aten.addmm.default, aten._grouped_mm.default]
+        kept += [
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        ]
+        kept += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default]
+        kept += [ops.hymo.recurrence_forward.default] if hasattr(ops.hymo, "recurrence_forward") else []
+    return kept
 
 
 class SwiGLU(nn.Module):

@@ -48,15 +48,16 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
     fused = resolve_fused_gdn(training.fused_gdn, device)
     compiled = device.type == "cuda" if training.torch_compile_gdn == "auto" else bool(training.torch_compile_gdn)
     for module in model.modules():
+        if isinstance(module, GatedDeltaNetBlock | MLABlock):
+            module.checkpointing = training.activation_checkpointing
+            module.use_compile = compiled
         if isinstance(module, GatedDeltaNetBlock):
             module.use_triton = fused
-            module.use_compile = compiled
-        elif isinstance(module, MLABlock):
-            module.use_compile = compiled
         elif isinstance(module, DeepSeekMoE):
             module.use_mixed_precision = training.moe_mixed_precision
     return {
         "recurrence": "triton" if fused else "chunked torch",
         "compile": "per block" if compiled else "off",
+        "checkpointing": training.activation_checkpointing,
         "experts": training.fsdp_mixed_precision if training.moe_mixed_precision else "float32",
     }
