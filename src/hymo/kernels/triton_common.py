@@ -1,0 +1,133 @@
+"""What the forward and the backward Triton kernels share.
+
+Tiles have 16 rows (tokens of a chunk) and at most 32 value columns, so that Triton takes the warp-level matrix
+instructions (``mma.sync``) and never the warp-group ones, which have been miscompiled at these sizes.
+
+Exponents: a decay is exp2(a e) with ``a`` = -exp(A_log) log2(e) and e a sum of gates over some tokens. The sums for
+all rows are one small matrix product of a 0/1 mask with the gates, each gate split in two bfloat16 parts (16 bits; the
+products are exact and the sums are float32), or left float32 for float32 inputs. The result is a tile whose columns
+are all alike, already in the layout in which the matrix instructions take the tile that it scales.
+
+Letters: t, u tokens of a chunk, s state row, d value column; BT, BS, BD the (padded) tile sizes.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LEVELS = tl.constexpr(4)  # log2 of the 16 tokens of a chunk
+
+
+@triton.jit
+def load_rates(A_log_ptr, h, s, S: tl.constexpr):
+    """a_s of head h; padded state rows get 0, that is no decay of nothing."""
+    rate = tl.exp(tl.load(A_log_ptr + h * S + s, mask=s < S, other=-float("inf")))
+    return -rate * LOG2E
+
+
+@triton.jit
+def load_tile(ptr, t, x, stride, left, X: tl.constexpr, BX: tl.constexpr, MASK: tl.constexpr):
+    """Rows t of a [T,H,X] tensor; zeros from the ``left``-th token on and in padded columns."""
+    at = ptr + t[:, None] * stride + x[None, :]
+    if MASK and BX != X:
+        return tl.load(at, mask=(t[:, None] < left) & (x[None, :] < X), other=0.0)
+    elif MASK:
+        return tl.load(at, mask=t[:, None] < left, other=0.0)
+    elif BX != X:
+        return tl.load(at, mask=x[None, :] < X, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_tile(ptr, value, t, x, stride, left, X: tl.constexpr, BX: tl.constexpr, MASK: tl.constexpr):
+    at = ptr + t[:, None] * stride + x[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    if MASK and BX != X:
+        tl.store(at, value, mask=(t[:, None] < left) & (x[None, :] < X))
+    elif MASK:
+        tl.store(at, value, mask=t[:, None] < left)
+    elif BX != X:
+        tl.store(at, value, mask=x[None, :] < X)
+    else:
+        tl.store(at, value)
+
+
+@triton.jit
+def load_gates(ptr, t, stride, left, MASK: tl.constexpr):
+    """Gates of the rows t; zero after the last token."""
+    if MASK:
+        return tl.load(ptr + t * stride, mask=t < left, other=0.0)
+    else:
+        return tl.load(ptr + t * stride)
+
+
+@triton.jit
+def split_gates(g, BX: tl.constexpr, SPLIT: tl.constexpr):
+    """The gates as two tiles [BT,BX] of equal columns, high and low parts (without SPLIT: the gates, and unused)."""
+    if SPLIT:
+        high = g.to(tl.bfloat16)
+        low = (g - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high, low = g, g
+    return tl.broadcast_to(high[:, None], [g.shape[0], BX]), tl.broadcast_to(low[:, None], [g.shape[0], BX])
+
+
+@triton.jit
+def gate_sums(chosen, high, low, SPLIT: tl.constexpr):
+    """[t,x]: the sum over u of g_u where chosen[t,u], the same for every x."""
+    if SPLIT:
+        weights = chosen.to(tl.bfloat16)
+        return tl.dot(weights, high, tl.dot(weights, low))
+    else:
+        return tl.dot(chosen.to(tl.float32), high, input_precision="ieee")
+
+
+@triton.jit
+def send_to_gates(y, sums, back, a, dg, dA, SPLIT: tl.constexpr):
+    """Add what the rows' factors exp2(a sums) send to the gates and to the rates, y [t,s] being factor times gradient.
+
+    back[u,t] says whether gate u is in row t's sum. dg is a tile [u,.] of equal columns, dA a tile [t,s] to be summed.
+    """
+    dA += sums * y
+    high, low = split_gates(tl.sum(y * a[None, :], 1), dg.shape[1], SPLIT)
+    return dg + gate_sums(back, high, low, SPLIT), dA
+
+
+@triton.jit
+def transposed(x, dtype: tl.constexpr):
+    """The transpose in ``dtype``. Taken in float32: Triton sends a transposed 16-bit operand through shared memory."""
+    return tl.trans(x.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def dot(x, y, acc, PRECISION: tl.constexpr):
+    return tl.dot(x, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def is_right(t, level: tl.constexpr):
+    """Whether a token is in the right half of its block of 2 ** (level + 1)."""
+    return ((t >> level) & 1) == 1
+
+
+@triton.jit
+def half_sum_mask(t, u, level: tl.constexpr):
+    """[t,u]: u is in t's half block, and up to t in a right half, after t in a left one."""
+    towards = tl.where(is_right(t, level), u <= t, u > t)
+    return ((t >> level) == (u >> level)) & towards
+
+
+@triton.jit
+def pair_mask(t, u, level: tl.constexpr):
+    """[t,u]: t is in the right and u in the left half of one block of 2 ** (level + 1)."""
+    return ((t >> level) == (u >> level) + 1) & is_right(t, level)
+
+
+@triton.jit
+def load_documents(ptr, t, t0, T):
+    """Document ids of the chunk's rows (the last token's after the end), of the token before it and of its last row."""
+    rows = tl.load(ptr + tl.minimum(t0 + t, T - 1))
+    before = tl.load(ptr + tl.minimum(tl.maximum(t0 - 1, 0), T - 1))
+    last = tl.load(ptr + tl.minimum(t0 + t.shape[0] - 1, T - 1))
+    return rows, before, last
