@@ -8,7 +8,7 @@ factor per matrix in the first products. The result differs from the plain form'
 import torch
 from torch import Tensor
 
-from hymo.optim.orthogonalize import TINY, Orthogonalizer, orthogonalize
+from hymo.optim.orthogonalize import TINY, Orthogonalizer, orthogonalize, polynomial
 
 try:
     from hymo.optim.triton_kernels import symmetric
@@ -21,17 +21,32 @@ SMALLEST = 256  # shorter sides: full products, whose launch is cheaper than the
 def orthogonalize_batch(x_Nmn: Tensor, record: Orthogonalizer, out: Tensor) -> None:
     """Write the orthogonal factors of x into out [N, m, n] (same dtype); x may be overwritten."""
     half_on_gpu = x_Nmn.is_cuda and x_Nmn.dtype == torch.bfloat16 and record.dtype in ("auto", "bfloat16")
-    if half_on_gpu and record.form == "plain":
-        folded(x_Nmn, record, out)
-    else:
+    if not half_on_gpu or record.form != "plain":
         out.copy_(orthogonalize(x_Nmn, record))
+    elif min(x_Nmn.shape[1:]) < SMALLEST:
+        fewest_launches(x_Nmn, record, out)
+    else:
+        folded(x_Nmn, record, out)
+
+
+def start_scale(x_Nmn: Tensor, record: Orthogonalizer) -> Tensor:
+    """1 / (safety * Frobenius norm) of each matrix, float32 [N]."""
+    norm = torch.linalg.vector_norm(x_Nmn, dim=(1, 2), dtype=torch.float32)
+    return norm.clamp_min_(TINY).mul_(record.safety).reciprocal_()
+
+
+def fewest_launches(x_Nmn: Tensor, record: Orthogonalizer, out: Tensor) -> None:
+    """For small matrices, where launching costs more than computing: three products a step and nothing else."""
+    x_Nmn.mul_(start_scale(x_Nmn, record)[:, None, None])
+    tall = x_Nmn.shape[1] > x_Nmn.shape[2]
+    result = polynomial(x_Nmn.mT if tall else x_Nmn, record.coefficients)
+    out.copy_(result.mT if tall else result)
 
 
 def folded(x: Tensor, record: Orthogonalizer, out: Tensor) -> None:
     """The steps of `record` from x to out, with x and out as the two buffers."""
     tall = x.shape[1] > x.shape[2]
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float32).clamp_min_(TINY)
-    scale = (norm * record.safety).reciprocal_()
+    scale = start_scale(x, record)
     if record.steps % 2 == 0:
         x, spare = x, torch.empty_like(x)
     else:

@@ -172,13 +172,13 @@ def _by_polynomial(x: Tensor, record: Orthogonalizer) -> Tensor:
     if tall:
         x = x.mT
     flat = x if x.ndim == 3 else x.unsqueeze(0)
-    flat = _gram(flat, record) if record.form == "gram" else _plain(flat, record.coefficients)
+    flat = _gram(flat, record) if record.form == "gram" else polynomial(flat, record.coefficients)
     x = flat if x.ndim == 3 else flat.squeeze(0)
     return x.mT if tall else x
 
 
-def _plain(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
-    """Steps on x [N, s, l], s <= l."""
+def polynomial(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
+    """The steps themselves on x [N, s, l], s <= l, already divided by its norm."""
     for a, b, c in coefficients:
         gram = torch.bmm(x, x.mT)
         mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram.mul_(b)

@@ -282,7 +282,7 @@ def symmetric(
     power: int = 0,
     block: int = 128,
     depth_block: int = 64,
-    warps: int = 8,
+    warps: int = 4,
     stages: int = 3,
     copies: bool = True,
 ) -> Tensor:

@@ -67,7 +67,7 @@ class AddressTables:
         weights = [local(param).data_ptr() for param in params]
         if self.fixed is None or weights != self.seen:
             self.fixed, self.seen = self._addresses(params, states), weights
-        grads = [gradient(param, torch.float32).contiguous() for param in params]
+        grads = flat_gradients(params)
         first = np.array([g.data_ptr() for g in grads], dtype=np.int64)[self.owners] + self.bytes
         table = np.concatenate([first[:, None], self.fixed], 1)
         return TritonParts(self, states, grads, table)
@@ -97,7 +97,8 @@ class TritonParts(Parts):
         self.step, self.plan, self.rank, self.tables, self.states = step, step.plan, step.rank, tables, states
         self.grads = grads  # kept until the kernels have been launched
         self.device = grads[0].device
-        self.aligned = (table[:, :3] % 16 == 0).all(1)
+        self.aligned = (table[:, :3] & 15 == 0).all(1)
+        self.all_aligned = bool(self.aligned.all())
         self.table = to_device(table, self.device)
         self.slots = {}
         self.squares, self.inverse, self.totals = {}, {}, {}
@@ -105,7 +106,7 @@ class TritonParts(Parts):
     def _rows(self, run: Run) -> tuple[Tensor, bool]:
         """(the run's rows of the table, whether every address is a multiple of 16)."""
         rows = slice(self.tables.first_row[run], self.tables.first_row[run] + len(run.matrices))
-        return self.table[rows], bool(self.aligned[rows].all())
+        return self.table[rows], self.all_aligned or bool(self.aligned[rows].all())
 
     def pack(self, k: int, buffer: Tensor) -> None:
         for run in self.step.send_runs[k]:
@@ -198,7 +199,7 @@ class AdamWTables:
         """One update; the parameters' step counters were advanced before."""
         beta1, beta2 = group["betas"]
         held = [states[p] for p in self.params]
-        grads = [gradient(p, torch.float32).contiguous() for p in self.params]
+        grads = flat_gradients(self.params)
         columns = [
             grads,
             [local(s["exp_avg"]) for s in held],
@@ -227,6 +228,17 @@ class AdamWTables:
                 num_warps=4,
             )
         round_masters(self.params, states)
+
+
+def flat_gradients(params: list[Tensor]) -> list[Tensor]:
+    """Local gradients in float32 and in one piece; copies only of those that are not (this runs before any launch)."""
+    grads: list[Any] = [param.grad for param in params]
+    return [
+        g
+        if type(g) is Tensor and g.dtype is torch.float32 and g.is_contiguous()
+        else gradient(param, torch.float32).contiguous()
+        for g, param in zip(grads, params, strict=True)
+    ]
 
 
 def round_masters(params: list[Tensor], states: States) -> None:
