@@ -1,4 +1,7 @@
-"""kill -9 at any instant of a save never loses an earlier checkpoint, and what ``latest`` finds is whole."""
+"""kill -9 at any instant of a save never loses an earlier checkpoint, and what ``latest`` finds is whole.
+
+Elsewhere a save that was cut off was taken for the newest (bghira/SimpleTuner#1443).
+"""
 
 import builtins
 import io

@@ -51,7 +51,7 @@ def test_a_save_and_how_it_ended(tmp_path, asynchronous):
 
 
 def test_later_steps_do_not_leak_into_the_file(tmp_path, slow):
-    """CPU tensors too are copied before the save returns (a view of them would hold the next step's numbers)."""
+    """CPU tensors too are copied before the save returns (a view would hold the next step's: pytorch#144657)."""
     s, state, meta = Saver(tmp_path, asynchronous=True), counting_state(1), {"list": [1]}
     s.save(1, 1, state, meta)
     for tensor in state["model"].values():
@@ -65,7 +65,7 @@ def test_later_steps_do_not_leak_into_the_file(tmp_path, slow):
 
 
 def test_each_save_holds_its_own_numbers(tmp_path):
-    """A later save never re-writes an earlier one's bytes."""
+    """A later save never re-writes an earlier one's bytes, though the copy's memory is used again."""
     s, state = Saver(tmp_path, asynchronous=True), counting_state(0)
     for step in range(1, 6):
         for tensor in state["model"].values():

@@ -87,7 +87,10 @@ def read(run):
 
 
 def test_a_checkpoint_moves_from_4_to_2_to_3_to_1_processes(pool, tmp_path):
-    """Uneven rows (17 words), experts cut on either axis, momentum and second moments: equal in every world."""
+    """Uneven rows (17 words), experts cut on either axis, momentum and second moments: equal in every world.
+
+    A vocabulary that the ranks do not divide resumed to a worse loss elsewhere (pytorch/torchtitan#1136).
+    """
     written, later = pool(4, write, str(tmp_path), False)[0]
     files = sorted(p.name for p in Path(written).glob("*.distcp"))
     assert files == [f"__{r}_0.distcp" for r in range(4)]
@@ -201,7 +204,7 @@ def test_a_folder_that_is_not_shared_is_found_before_the_first_step(pool, tmp_pa
 
 
 def newest(run):
-    """Rank 1 sees a folder that rank 0 does not: all take rank 0's answer."""
+    """Rank 1 sees a folder that rank 0 does not: all take rank 0's answer, never each its own newest."""
     folder = Path(run) if reduce.rank() == 0 else Path(run) / "elsewhere"
     return str(latest_on_all_ranks(folder))
 

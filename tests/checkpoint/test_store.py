@@ -169,6 +169,7 @@ def test_another_model_is_refused_with_the_difference(tmp_path, state, blank):
 
 
 def test_a_part_that_is_missing_is_never_passed_over(tmp_path, state, blank):
+    """A part that was never saved went unnoticed elsewhere (KempnerInstitute/KempnerForge#51)."""
     del state["optimizer"]
     path = save(tmp_path, 1, 1, state, {})
     with pytest.raises(CheckpointError, match="missing in it: optimizer"):
@@ -266,6 +267,7 @@ def test_retention_counts_whole_ones_only(tmp_path, state):
 
 
 def test_retention_of_nothing(tmp_path):
+    """An empty or missing folder is fine (pytorch/torchtitan#909)."""
     assert manifest.prune(tmp_path, keep=1) == []
     assert manifest.prune(tmp_path / "nowhere", keep=None) == []
     with pytest.raises(ValueError, match="keep: found 0"):

@@ -259,7 +259,10 @@ GRID = [
 
 @pytest.mark.parametrize("ranks, changes, n, micro_batches", GRID)
 def test_gradients_equal_those_of_one_process(pool, ranks, changes, n, micro_batches):
-    """Ragged valid tokens, global normalisation, accumulation, filler, HSDP, every reshard: 1e-6 of each tensor."""
+    """Ragged valid tokens, global normalisation, accumulation, filler, HSDP, every reshard: 1e-6 of each tensor.
+
+    A mean of means over ranks or micro-batches is far off (pytorch/torchtitan#1842, meta-pytorch/torchtune#1875).
+    """
     for loss, gradient, norm in pool(ranks, compare, changes, n, micro_batches):
         assert loss < 1e-6
         assert gradient < 1e-6
@@ -289,7 +292,10 @@ def dtypes_in_forward(changes):
 
 
 def test_the_small_parameters_reach_the_forward_in_fp32(pool):
-    """Everything else computes in bf16; masters and gradients are fp32; the rotary angles are not rounded."""
+    """Everything else computes in bf16; masters and gradients are fp32; the rotary angles are not rounded.
+
+    FSDP2 rounds such parameters if it is let to (NVIDIA-NeMo/Automodel#2484).
+    """
     seen, kept, small = pool(2, dtypes_in_forward, {"fsdp_mixed_precision": "bfloat16"})[0]
     assert kept == {"torch.float32"}
     assert seen.pop("cos") == "torch.float32"
@@ -336,6 +342,7 @@ def tied():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_tied_embedding_and_head_stay_one_parameter(pool, ranks):
+    """``to_empty`` unties them in silence (volcengine/verl#7834)."""
     for same, loss, gradient in pool(ranks, tied):
         assert same
         assert loss < 1e-6
@@ -382,6 +389,7 @@ UNITS = 7  # embedding, 4 blocks, 1 MTP depth, head
     ],
 )
 def test_collectives_of_an_attempt_of_four_micro_batches(pool, ranks, changes, gathers, scatters, all_reduces):
+    """HSDP's all-reduce once an attempt, not each micro-batch (pytorch/torchtitan#1929)."""
     plain = 2  # one flat all-reduce of the replicated gradients, and the loss that this test sums
     counts = pool(ranks, counted, changes, 4)
     assert counts == [{"gather": gathers, "scatter": scatters, "all_reduce": all_reduces + plain}] * ranks
@@ -408,7 +416,8 @@ def test_held_back_gradients_are_dropped_with_the_attempt(pool):
 
 
 def with_a_nan(reshard):
-    """One rank's loss is not finite; every rank runs every backward, and all see the same verdict."""
+    """One rank's loss is not finite; every rank runs every backward (one that did not would hang the others:
+    facebookresearch/mmf#1073), and all see the same verdict."""
     model = sharded(reshard=reshard)
     tokens, doc_ids, labels = samples(8)
     before = {name: whole(p).clone() for name, p in model.named_parameters()}

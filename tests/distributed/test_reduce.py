@@ -104,7 +104,7 @@ def verdict_of(losses, bad_grad_rank):
 
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
 def test_a_loss_that_is_not_finite_on_one_rank_is_a_skip_on_all(pool, bad_rank):
-    """Also on a rank that is not 0 (decisions taken on rank 0 alone missed it)."""
+    """Also on a rank that is not 0 (a decision of rank 0 alone missed it: ecmwf/WeatherGenerator#2718)."""
     losses = [1.0, 1.0, 1.0]
     losses[bad_rank] = math.nan
     verdicts = pool(3, verdict_of, losses, None)
@@ -142,7 +142,7 @@ def mixed_norm():
 
 
 def test_the_norm_over_meshes_counts_everything_once(pool):
-    """torch's own clip_grad_norm_ refuses DTensors of different meshes, and a local shard's norm is too small."""
+    """clip_grad_norm_ refuses DTensors of different meshes (pytorch#180346); a shard's own norm is too small."""
     results = pool(4, mixed_norm)
     assert len({norm for norm, _, _ in results}) == 1, "the same number on every rank"
     norm, right, worst = results[0]

@@ -131,6 +131,7 @@ def test_the_ends_are_exact_and_the_shape_is_one_hill(p, kind, low):
 
 @pytest.mark.parametrize("W, D", [(0, 0), (0, 10), (10, 0), (0, 3), (4, 6)])
 def test_phases_of_no_length_are_legal(W, D):
+    """A decay of no steps was a division by zero elsewhere (pytorch/torchtitan#1010)."""
     s = schedule(10, W, D)
     assert [s.get_factor(u) for u in range(12)][10] == (0.05 if D else 1.0)
 
@@ -163,6 +164,7 @@ def test_wrong_settings_are_refused():
 
 
 def test_a_changed_schedule_is_refused_with_old_and_new():
+    """Else the rate rises again after a resume (Nerogar/OneTrainer#1604)."""
     saved = schedule(100, 10, 20).state_dict()
     schedule(100, 10, 20).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"total_steps: 100 -> 200; stable_steps: 70 -> 170.*hymo branch"):
