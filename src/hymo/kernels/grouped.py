@@ -8,7 +8,7 @@ Back ends, chosen by rule:
   dtype.
 
 Both are one operator to torch.compile: the group sizes cannot break a graph, and inductor cannot hand the backward
-product operands that are contiguous along the grouped axis, which CUDA refuses (an assertion on the device, torch 2.11).
+product operands that are contiguous along the grouped axis, which CUDA refuses (a device assertion, torch 2.11).
 
 A group without rows gets a gradient of exactly 0. The last offset must equal the number of rows: rows beyond it would
 be uninitialised memory.
