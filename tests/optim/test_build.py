@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hymo.config import OptimizerConfig
-from hymo.optim.build import Optimizers, build_optimizers
+from hymo.optim.build import Optimizers, build_optimizers, plan_step
 from hymo.optim.cautious_adamw import CautiousAdamW
 from hymo.optim.normuon import NorMuon
 
@@ -117,3 +117,18 @@ def test_torch_distributed_checkpoint_sees_one_optimizer():
     state, fresh_state = (o.state[m["q"].weight] for o, m in ((optimizers, model), (fresh, fresh_model)))
     assert torch.equal(state["momentum"], fresh_state["momentum"])
     assert torch.equal(state["second_moment"], fresh_state["second_moment"])
+
+
+def test_plans_say_what_a_step_costs_before_it_runs():
+    optimizers = build_optimizers(toy(), OptimizerConfig())
+    (plan,) = optimizers.plans()
+    assert len(plan.matrices) == 2
+    assert plan.sent_bytes == (0,)
+    assert "2 matrices on 1 ranks in 1 buckets" in str(plan)
+    ahead = plan_step(optimizers.partition, 4, OptimizerConfig())
+    assert len(ahead.sent_bytes) == 4
+    assert ahead.idle_ranks == (2, 3)
+    assert (
+        sum(ahead.sent_bytes)
+        == 2 * sum(m.numel - m.tile(o).numel for m, o in zip(ahead.matrices, ahead.owners, strict=True)) * 2
+    )

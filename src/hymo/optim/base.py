@@ -160,6 +160,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if "master" in state:
                 state["master"].copy_(param)
 
+    def plans(self) -> list[Any]:
+        """The plans (`ExchangePlan`) of a step in which every parameter has a gradient; `print` says what they cost.
+
+        In a job of several processes all of them must call it.
+        """
+        from hymo.optim.matrix_step import prepare
+
+        groups = [group for group in self.param_groups if group["algorithm"] != "adamw"]
+        return [step.plan for step in prepare(groups, self.share_replicas, self.bucket_bytes)]
+
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each group without rates, in plain JSON values: what a resumed run must agree on."""
         return [{k: _plain(v) for k, v in g.items() if k not in BOOKKEEPING} for g in self.param_groups]

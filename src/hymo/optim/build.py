@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hymo.distributed.exchange_plan import ExchangePlan, Layout, matrices_of, plan_exchange
 from hymo.optim import cautious_adamw, normuon
 from hymo.optim.base import Group, GroupedOptimizer
 from hymo.optim.partition import Partition, Row, clean_name, partition
@@ -83,6 +84,20 @@ def build_optimizers(model: nn.Module, config: Any, overrides: Mapping[str, str]
         group = groups.setdefault(key, _settings(row, config) | {"params": []})
         group["params"].append((row.name, named[row.name]))
     return Optimizers(list(groups.values()), table, config.qk_clip)
+
+
+def plan_step(table: Partition, ranks: int, config: Any, itemsize: int = 2) -> ExchangePlan:
+    """What a step of `table`'s matrices would cost on `ranks` processes under the cuts of `wrap_model_with_fsdp`.
+
+    Arithmetic only, before any process exists. itemsize: bytes of an element on the wire (2 on GPUs, 4 on CPU).
+    """
+    from hymo.distributed.fsdp import placement
+
+    matrices = []
+    for index, row in enumerate(row for row in table if row.algorithm != "adamw"):
+        layout = Layout(row.shape, (ranks,), (placement(row.shape, ranks).dim,))
+        matrices += matrices_of(index, row.shape, row.row_blocks, layout)
+    return plan_exchange(matrices, ranks, itemsize=itemsize, steps=config.ns_iterations)
 
 
 def _settings(row: Row, config: Any) -> Group:
