@@ -314,3 +314,20 @@ def strided_shard() -> str:
 
 def test_an_unknown_placement_is_refused_by_name(pool):
     assert all(text.startswith("odd: placement") for text in pool(2, strided_shard))
+
+
+def clip_sharded_heads() -> torch.Tensor:
+    from hymo.optim.qk_clip import clip_heads
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [torch.arange(1.0, 3 * n * 4 + 1).view(3 * n, 4) for n in (6, 9)]
+    q_b, kv_b = (nn.Parameter(distribute_tensor(w, mesh, [Shard(dim)])) for dim, w in enumerate(weights))
+    clip_heads(q_b, kv_b, torch.tensor([50.0, 200.0, 400.0]), 100.0, nope=4, rope=2, v_dim=5)
+    return torch.cat([full(q_b).flatten(), full(kv_b).flatten()])
+
+
+def test_heads_are_clipped_by_their_global_rows(pool):
+    """18 rows of three heads on four processes: 5, 5, 5 and 3."""
+    one, four = pool(1, clip_sharded_heads)[0], pool(4, clip_sharded_heads)[0]
+    assert torch.equal(one, four)
+    assert not torch.equal(one, torch.cat([torch.arange(1.0, 73), torch.arange(1.0, 109)]))

@@ -112,6 +112,12 @@ def test_buckets_keep_under_their_cap():
     assert plan_exchange(sharded(shapes, 2), 2).peak_bytes > plan.peak_bytes
 
 
+def test_buckets_do_not_split_a_batch_that_fits_whole():
+    shapes = [(64, 96)] * 6 + [(64, 64)] * 8
+    plan = plan_exchange(sharded(shapes, 1), 1, bucket_bytes=8 * 64 * 96 * 2)
+    assert [len(owned) for bucket in plan.buckets for owned in bucket] == [6, 8]
+
+
 def test_blocks_are_cut_by_the_global_shape():
     """Rows 0-12 on rank 0 and 13-25 on rank 1 of blocks of 10, 6 and 10 rows."""
     a, b, c = matrices_of(0, (26, 4), (10, 6, 10), Layout((26, 4), (2,), (0,)))

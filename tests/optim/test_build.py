@@ -132,3 +132,12 @@ def test_plans_say_what_a_step_costs_before_it_runs():
         sum(ahead.sent_bytes)
         == 2 * sum(m.numel - m.tile(o).numel for m, o in zip(ahead.matrices, ahead.owners, strict=True)) * 2
     )
+
+
+def test_a_copied_optimizer_still_steps():
+    model = toy()
+    pair = copy.deepcopy((model, build_optimizers(model, OptimizerConfig())))
+    backward(pair[0])
+    before = pair[0]["q"].weight.detach().clone()
+    pair[1].step()
+    assert not torch.equal(before, pair[0]["q"].weight.detach())

@@ -8,7 +8,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def last_line(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 from hymo.optim.matrices import Block, RowBlocks, blocks_of
 
@@ -324,13 +325,18 @@ def _longest_first(matrices: tuple[Matrix, ...], ranks: int, allowed: Sequence[t
 
 
 def _cut(queue: list[int], matrices: tuple[Matrix, ...], elements: int) -> list[tuple[int, ...]]:
+    """Cut a queue into parts of at most `elements`, between shapes where that fits: a split batch costs launches."""
     parts: list[tuple[int, ...]] = []
     current: list[int] = []
     size = 0
-    for index in queue:
-        if current and size + matrices[index].numel > elements:
-            parts.append(tuple(current))
-            current, size = [], 0
-        current.append(index)
-        size += matrices[index].numel
+    for _, group in groupby(queue, key=lambda i: (matrices[i].shape, matrices[i].kind)):
+        batch = list(group)
+        whole = sum(matrices[i].numel for i in batch)
+        for index in batch:
+            full = size + matrices[index].numel > elements
+            if current and (full or (index == batch[0] and size + whole > elements >= whole)):
+                parts.append(tuple(current))
+                current, size = [], 0
+            current.append(index)
+            size += matrices[index].numel
     return [*parts, tuple(current)] if current else parts

@@ -118,11 +118,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        if not isinstance(group["lr"], Tensor):
+        if not isinstance(group["lr"], Tensor) and group["params"]:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
         for param in group["params"]:
             self.state[param] = common_state(param) | algorithm.state(param, group)
         self.prepared.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After copying or unpickling: what was prepared belongs to other tensors."""
+        super().__setstate__(state)
+        self.prepared = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -39,6 +39,8 @@ from hymo.optim.update import (
 
 _DEFAULT_LR = 0.02  # compared by identity, so that a rate of 0.02 that was passed counts as passed
 
+MOST_PREPARED = 16
+
 DEFAULTS = {
     "momentum": 0.95,
     "betas": (0.95, 0.95),
@@ -169,6 +171,8 @@ def muon_step(optimizer: GroupedOptimizer, groups: list[Group]) -> None:
         return
     steps = optimizer.prepared.get(active)
     if steps is None:
+        if len(optimizer.prepared) >= MOST_PREPARED:  # which parameters have gradients keeps changing
+            optimizer.prepared.clear()
         steps = prepare(groups, optimizer.share_replicas, optimizer.bucket_bytes, set(active))
         optimizer.prepared[active] = steps
     for step in steps:

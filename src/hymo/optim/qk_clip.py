@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hymo.distributed.exchange import layout_of, world
 from hymo.optim.base import local
 
 
@@ -32,13 +33,9 @@ def clip_heads(
 def _scale_rows(weight: Tensor, factors: Tensor) -> None:
     if factors.numel() != weight.shape[0]:
         raise ValueError(f"qk_clip: found {weight.shape[0]} rows, accepted: {factors.numel()} by the heads' sizes")
-    part, rows = local(weight), factors
-    if part is not weight and part.shape[0] != weight.shape[0]:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)  # type: ignore[attr-defined]
-        rows = factors[offset[0] : offset[0] + shape[0]]
-    part.mul_(rows.to(part.dtype)[:, None])
+    ranks, layout = layout_of(weight, False, "qk_clip")
+    (low, high), _ = layout.box(ranks.index(world()[0]))
+    local(weight).mul_(factors[low:high].to(weight.dtype)[:, None])
 
 
 def clip_qk(model: nn.Module, logit_max_LH: Any, threshold: float) -> None:

@@ -271,4 +271,4 @@ def mask_name(group: Group) -> str:
 def rate_tensor(group: Group, device: torch.device) -> Tensor:
     """The group's rate as a scalar on the device."""
     lr = group["lr"]
-    return lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
+    return lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
