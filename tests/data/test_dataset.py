@@ -134,7 +134,7 @@ def test_kill_9_then_the_same_command_goes_on(tmp_path, small_units, workers):
     process = start(tmp_path, source, tmp_path / "out", workers, 60)
     assert process.stdout is not None
     for line in process.stdout:
-        stage, done = line.rsplit(" ", 1)
+        stage, _ = line.rsplit(" ", 1)
         if stage == "paused":  # in the middle, with at least one unit finished
             break
     process.send_signal(signal.SIGKILL)
