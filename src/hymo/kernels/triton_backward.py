@@ -25,9 +25,9 @@ from hymo.kernels.triton_common import (
     load_rates,
     load_tile,
     pair_mask,
-    send_to_gates,
     split_gates,
     store_tile,
+    sums_towards,
     transposed,
 )
 from hymo.kernels.triton_forward import add_segment, load_state, store_state
@@ -53,7 +53,7 @@ def rebuild_states(
         to_end = tl.exp2(a[None, :] * gate_sums(t[None, :] > t[:, None], high, low, SPLIT))
         through = tl.exp2(a * tl.sum(g, 0))
         if HAS_DOCS:
-            ids, before, last = load_documents(doc_ptr, t, first + x.to(tl.int32), T)
+            ids, before, last = load_documents(doc_ptr, t, first + x, T)
             to_end = tl.where((ids == last)[:, None], to_end, 0.0)
             through = tl.where(before == last, through, 0.0)
         state = dot(transposed(b.to(tl.float32) * to_end, b.dtype), v, state * through[:, None], PRECISION)
@@ -64,33 +64,32 @@ def rebuild_states(
 
 
 @triton.jit
-def dyadic_pairs(b32, c32, a, t, high, low, P, dP, db, dc, dg, dA, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-                 dtype: tl.constexpr):  # fmt: skip
-    """All pairs of a chunk but the diagonal, level by level: adds to P, db, dc, dg and dA.
+def dyadic_pairs(b, c, a, t, high, low, P, dP, dlog, db, dc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """All pairs of a chunk but the diagonal, level by level: adds to P, dlog, db and dc.
 
     P is the mirror image P[j,i] above the diagonal; dP is symmetric: dP[i,j] and its mirror image.
     """
     i, j = t[:, None], t[None, :]
+    b32, c32 = b.to(tl.float32), c.to(tl.float32)
     for level in tl.static_range(LEVELS):
         right = is_right(i, level)
-        sums = gate_sums(half_sum_mask(i, j, level), high, low, SPLIT)
-        factor = tl.exp2(a[None, :] * sums)
+        factor = tl.exp2(a[None, :] * gate_sums(half_sum_mask(i, j, level), high, low, SPLIT))
         half = tl.where(right, c32, b32) * factor
-        half_low = half.to(dtype)
-        pairs = dot(half_low, transposed(half, dtype), tl.zeros_like(P), PRECISION)
+        half_low = half.to(c.dtype)
+        pairs = dot(half_low, transposed(half, c.dtype), tl.zeros_like(P), PRECISION)
         P = tl.where(pair_mask(j, i, level), pairs, P)
-        dpairs = tl.where(pair_mask(i, j, level) | pair_mask(j, i, level), dP, 0.0).to(dtype)
-        dhalf = dot(dpairs, half_low, tl.zeros_like(dc), PRECISION)
-        dg, dA = send_to_gates(half * dhalf, sums, half_sum_mask(j, i, level), a, dg, dA, SPLIT)
+        dpairs = tl.where(pair_mask(i, j, level) | pair_mask(j, i, level), dP, 0.0).to(c.dtype)
+        dhalf = dot(dpairs, half_low, tl.zeros_like(dlog), PRECISION)
+        dlog = sums_towards(half_sum_mask(j, i, level), half * dhalf, dlog, SPLIT)
         dhalf *= factor
         dc += tl.where(right, dhalf, 0.0)
         db += tl.where(right, 0.0, dhalf)
-    return P, db, dc, dg, dA
+    return P, dlog, db, dc
 
 
 @triton.jit
-def leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dg, dA, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """Add what the pairs of a leaf send to the gates and the rates.
+def leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dA, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """What the pairs of a leaf send to the gates, [BT], and to dA, [BT,S].
 
     W[i,j] = dP[i,j] sum_s a_s C_is B_js goes to every gate after j up to i; rates get dP[i,j] times the gates between.
     """
@@ -99,11 +98,8 @@ def leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dg, dA, SPLIT: tl.co
     zeros = tl.zeros([BT, BT], tl.float32)
     W_mirror = dot(B_low, transposed(C_leaf * a[None, :], B_low.dtype), zeros, PRECISION) * dP_mirror
     W_mirror = tl.where((i < j) & same, W_mirror, 0.0)
-    if SPLIT:
-        sums = tl.dot((i <= j).to(B_low.dtype), transposed(W_mirror, B_low.dtype))
-    else:
-        sums = tl.dot((i <= j).to(tl.float32), tl.trans(W_mirror), input_precision="ieee")
-    dg += tl.sum(tl.where(j < i, sums, 0.0), 1)[:, None]
+    sums = sums_towards(i <= j, tl.trans(W_mirror), zeros, SPLIT)
+    dg = tl.sum(tl.where(j < i, sums, 0.0), 1)
     high, low = split_gates(g, BT, SPLIT)
     to_row = gate_sums((j <= i) & same, high, low, SPLIT)
     between = dP * (to_row - tl.trans(to_row))
@@ -149,99 +145,90 @@ def backward_kernel(
         later = bh.to(tl.int64) * n_segments + n_segments - 1 - m
         dstate = add_segment(dstate, a[:, None], carry_ptr, kept_ptr, later, si, dj, BS, BD)
     dA = tl.zeros([BT, BS], tl.float32)
-    dA_passed = tl.zeros([BS], tl.float32)
     dD = 0.0
     n_blocks = tl.cdiv(tokens, 64)
     for block in range(n_blocks):
-        x0 = ((n_blocks - 1 - block) * 64).to(tl.int64)
+        x0 = (n_blocks - 1 - block) * 64
         rebuild_states(
             v_ptr, b_ptr, g_ptr, doc_ptr, saved_ptr + (x0 // 64) * (BD * BS), scratch_ptr, a, t, s, d, x0, first,
             tokens, T, H, v_stride, b_stride, D, S, BD, BS, BT, HAS_DOCS, MASK, SPLIT, PRECISION,
         )  # fmt: skip
         for k in range(4):
             x = x0 + (3 - k) * BT
+            v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
+            do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
             b = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S, BS, MASK)
             c = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S, BS, MASK)
             g = load_gates(g_ptr + x * H, t, H, tokens - x, MASK)
+            state = tl.load(scratch_ptr + (3 - k) * (BD * BS) + si * BD + dj)
             high, low = split_gates(g, BS, SPLIT)
             b32, c32 = b.to(tl.float32), c.to(tl.float32)
-            total = tl.sum(g, 0)
-            through = tl.exp2(a * total)
+            through = tl.exp2(a * tl.sum(g, 0))
             same = i >= 0
             if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x.to(tl.int32), T)
+                ids, before, last = load_documents(doc_ptr, t, first + x, T)
                 same = ids[:, None] == ids[None, :]
                 see, reach = (ids == before)[:, None], (ids == last)[:, None]
                 through = tl.where(before == last, through, 0.0)
-            head = gate_sums((j <= i) & same, high, low, SPLIT)
-            tail = gate_sums(j > i, high, low, SPLIT)
-            from_start = tl.exp2(a[None, :] * head)
-            if LEAF:
-                from_start_inverse = tl.exp2(a[None, :] * -head)
+            log_L = a[None, :] * gate_sums((j <= i) & same, high, low, SPLIT)
+            from_start, from_start_inverse = tl.exp2(log_L), tl.exp2(-log_L)
+            C_leaf, B_start = c32 * from_start, b32 * from_start_inverse
             if LEAF and not HAS_DOCS:
                 to_end = from_start_inverse * through[None, :]
             else:
-                to_end = tl.exp2(a[None, :] * tail)
-            # what the states at the chunk's two ends bring in ("mirror": the image [j,i] of a matrix [i,j])
-            do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
-            C_in, B_out = c32 * from_start, b32 * to_end
-            if HAS_DOCS:
-                C_in, B_out = tl.where(see, C_in, 0.0), tl.where(reach, B_out, 0.0)
-            dv = dot(B_out.to(b.dtype), dstate.to(b.dtype), tl.zeros([BT, BD], tl.float32), PRECISION)
-            if LEAF:
-                C_leaf = c32 * from_start
-                B_low = (b32 * from_start_inverse).to(b.dtype)
-                P_mirror = dot(B_low, transposed(C_leaf, b.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
-                P_mirror = tl.where((i <= j) & same, P_mirror, 0.0)
-                P_mirror = tl.where(i == j, P_mirror + skip, P_mirror)
-                dv = dot(P_mirror.to(do.dtype), do, dv, PRECISION)
-                store_tile(dv_ptr + x * H * D, dv, t, d, H * D, tokens - x, D, BD, MASK)
-            state = tl.load(scratch_ptr + (3 - k) * (BD * BS) + si * BD + dj)
-            dC_in = dot(do, tl.trans(state), tl.zeros([BT, BS], tl.float32), PRECISION)
-            passed = through * tl.sum(state.to(tl.float32) * dstate, 1)
-            dA_passed += total * passed
-            dg = tl.zeros([BT, BT], tl.float32) + tl.sum(a * passed, 0)
-            v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
+                to_end = tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
+            # through the states at the chunk's two ends
             dB_out = dot(v, transposed(dstate, v.dtype), tl.zeros([BT, BS], tl.float32), PRECISION)
+            dC_in = dot(do, tl.trans(state), tl.zeros([BT, BS], tl.float32), PRECISION)
+            B_out, C_in = b32 * to_end, C_leaf
             if HAS_DOCS:
+                B_out, C_in = tl.where(reach, B_out, 0.0), tl.where(see, C_in, 0.0)
                 dB_out, dC_in = tl.where(reach, dB_out, 0.0), tl.where(see, dC_in, 0.0)
-            dg, dA = send_to_gates(C_in * dC_in, head, i <= j, a, dg, dA, SPLIT)
-            dg, dA = send_to_gates(B_out * dB_out, tail, i > j, a, dg, dA, SPLIT)
-            dstate = dot(transposed(C_in, c.dtype), do, dstate * through[:, None], PRECISION)
-            # the pairs inside the chunk
-            dP_mirror = dot(v, tl.trans(do), tl.zeros([BT, BT], tl.float32), PRECISION)
+            passed = through * tl.sum(state.to(tl.float32) * dstate, 1)
+            dlog = tl.broadcast_to(passed[None, :], [BT, BS])
+            dlog = sums_towards(i > j, B_out * dB_out, dlog, SPLIT)
+            dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
+            # inside the chunk; "mirror": the image [j,i] of a matrix [i,j]
             dP = dot(do, tl.trans(v), tl.zeros([BT, BT], tl.float32), PRECISION)
+            dP_mirror = dot(v, tl.trans(do), tl.zeros([BT, BT], tl.float32), PRECISION)
             diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)
             dD += tl.sum(diagonal, 0)
             if LEAF:
+                B_low = B_start.to(b.dtype)
+                P_mirror = dot(B_low, transposed(C_leaf, b.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+                P_mirror = tl.where((i <= j) & same, P_mirror, 0.0)
                 pairs = tl.where((i <= j) & same, dP_mirror, 0.0).to(b.dtype)
-                db = from_start_inverse * dot(pairs, C_leaf.to(b.dtype), tl.zeros([BT, BS], tl.float32), PRECISION)
-                store_tile(db_ptr + x * H * S, db + to_end * dB_out, t, s, H * S, tokens - x, S, BS, MASK)
+                db = to_end * dB_out
+                db += from_start_inverse * dot(pairs, C_leaf.to(b.dtype), tl.zeros([BT, BS], tl.float32), PRECISION)
                 dc = from_start * dot(tl.where((i >= j) & same, dP, 0.0).to(b.dtype), B_low, dC_in, PRECISION)
-                store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S, BS, MASK)
-                dg, dA = leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dg, dA, SPLIT, PRECISION)
+                dg_pairs, dA = leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dA, SPLIT, PRECISION)
             else:
                 db = to_end * dB_out + diagonal[:, None] * c32
                 dc = from_start * dC_in + diagonal[:, None] * b32
                 P_mirror = dot(b, tl.trans(c), tl.zeros([BT, BT], tl.float32), PRECISION)
-                P_mirror = tl.where(i == j, P_mirror + skip, 0.0)
+                P_mirror = tl.where(i == j, P_mirror, 0.0)
                 dP = tl.where((i > j) & same, dP, tl.where(same, dP_mirror, 0.0))
-                P_mirror, db, dc, dg, dA = dyadic_pairs(
-                    b32, c32, a, t, high, low, P_mirror, dP, db, dc, dg, dA, SPLIT, PRECISION, b.dtype
+                P_mirror, dlog, db, dc = dyadic_pairs(
+                    b, c, a, t, high, low, P_mirror, dP, dlog, db, dc, SPLIT, PRECISION
                 )
                 if HAS_DOCS:
                     P_mirror = tl.where(same, P_mirror, 0.0)
-                dv = dot(P_mirror.to(do.dtype), do, dv, PRECISION)
-                store_tile(dv_ptr + x * H * D, dv, t, d, H * D, tokens - x, D, BD, MASK)
-                store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S, BS, MASK)
-                store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S, BS, MASK)
-            dg_row = LN2 * tl.sum(tl.where(j == 0, dg, 0.0), 1)
+                dg_pairs = tl.zeros([BT], tl.float32)
+            P_mirror = tl.where(i == j, P_mirror + skip, P_mirror)
+            dv = dot(B_out.to(b.dtype), dstate.to(b.dtype), tl.zeros([BT, BD], tl.float32), PRECISION)
+            dv = dot(P_mirror.to(v.dtype), do, dv, PRECISION)
+            dstate = dot(transposed(C_in, c.dtype), do, dstate * through[:, None], PRECISION)
+            store_tile(dv_ptr + x * H * D, dv, t, d, H * D, tokens - x, D, BD, MASK)
+            store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S, BS, MASK)
+            store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S, BS, MASK)
+            dg = LN2 * (tl.sum(dlog * a[None, :], 1) + dg_pairs)
             if MASK:
-                tl.store(dg_ptr + (x + t) * H, dg_row, mask=x + t < tokens)
+                tl.store(dg_ptr + (x + t) * H, dg, mask=x + t < tokens)
             else:
-                tl.store(dg_ptr + (x + t) * H, dg_row)
+                tl.store(dg_ptr + (x + t) * H, dg)
+            dA += g[:, None] * dlog
         tl.debug_barrier()  # the scratch is written anew
-    tl.store(dA_ptr + at * S + s, tl.sum(dA, 0) + dA_passed, mask=s < S)
+    tl.store(dA_ptr + at * S + s, tl.sum(dA, 0), mask=s < S)
     tl.store(dD_ptr + at, dD)
     if HAS_H0:  # noqa: SIM102 (one is known when compiling, the other when running)
         if n == 0:

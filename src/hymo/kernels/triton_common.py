@@ -84,14 +84,12 @@ def gate_sums(chosen, high, low, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def send_to_gates(y, sums, back, a, dg, dA, SPLIT: tl.constexpr):
-    """Add what the rows' factors exp2(a sums) send to the gates and to the rates, y [t,s] being factor times gradient.
-
-    back[u,t] says whether gate u is in row t's sum. dg is a tile [u,.] of equal columns, dA a tile [t,s] to be summed.
-    """
-    dA += sums * y
-    high, low = split_gates(tl.sum(y * a[None, :], 1), dg.shape[1], SPLIT)
-    return dg + gate_sums(back, high, low, SPLIT), dA
+def sums_towards(chosen, y, acc, SPLIT: tl.constexpr):
+    """acc + chosen y: sends every row's y to the gates that its factor is made of."""
+    if SPLIT:
+        return tl.dot(chosen.to(tl.bfloat16), y.to(tl.bfloat16), acc)
+    else:
+        return tl.dot(chosen.to(tl.float32), y, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def segment_kernel(
     state = tl.zeros([BS, BD], tl.float32)
     kept, cut = 0.0, 0
     step = -BT if REVERSE else BT
-    x = ((n_chunks - 1) * (BT if REVERSE else 0)).to(tl.int64)
+    x = (n_chunks - 1) * (BT if REVERSE else 0)
     total = tl.sum(load_gates(g_ptr + x * H, t, H, tokens - x, MASK), 0)
     for k in range(n_chunks):
         v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
@@ -68,7 +68,7 @@ def segment_kernel(
         factor = tl.exp2(a[None, :] * gate_sums(chosen, high, low, SPLIT))
         through = tl.exp2(a * total)
         if HAS_DOCS:
-            ids, before, last = load_documents(doc_ptr, t, first + x.to(tl.int32), T)
+            ids, before, last = load_documents(doc_ptr, t, first + x, T)
             factor = tl.where((ids == (before if REVERSE else last))[:, None], factor, 0.0)
             through = tl.where(before == last, through, 0.0)
             cut += (before != last).to(tl.int32)
@@ -131,7 +131,7 @@ def forward_kernel(
         state = add_segment(state, a[None, :], carry_ptr, kept_ptr, bh.to(tl.int64) * n_segments + m, sj, di, BS, BD)
     total = tl.sum(load_gates(g_ptr, t, H, tokens, MASK), 0)
     v = load_tile(v_ptr, t, d, v_stride, tokens, D, BD, MASK)
-    x = row - row  # the chunk's first token, counted from the segment's, in 64 bits
+    x = n * 0  # the chunk's first token, counted from the segment's
     for _ in range(n_chunks):
         b = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S, BS, MASK)
         c = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S, BS, MASK)
@@ -149,7 +149,7 @@ def forward_kernel(
         if LEAF:
             chosen = j <= i
             if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x.to(tl.int32), T)
+                ids, before, last = load_documents(doc_ptr, t, first + x, T)
                 chosen = chosen & (ids[:, None] == ids[None, :])
             log_L = a[None, :] * gate_sums(chosen, high, low, SPLIT)
             L = tl.exp2(log_L)
@@ -174,7 +174,7 @@ def forward_kernel(
                 pairs = dot(half.to(c.dtype), transposed(half, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
                 P = tl.where(pair_mask(i, j, level), pairs, P)
             if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x.to(tl.int32), T)
+                ids, before, last = load_documents(doc_ptr, t, first + x, T)
                 P = tl.where(ids[:, None] == ids[None, :], P, 0.0)
                 C_in = tl.where((ids == before)[:, None], C_in, 0.0)
                 B_out = tl.where((ids == last)[:, None], B_out, 0.0)

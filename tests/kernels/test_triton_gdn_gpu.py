@@ -1,0 +1,82 @@
+"""The Triton kernels on the CPU, in Triton's interpreter, against float64 (float32 and float16; it has no bfloat16)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hymo.kernels.recurrence import HAS_TRITON, _next_power_of_2
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+SCRIPT = Path(__file__).with_name("interpret_recurrence.py")
+TOLERANCES = {
+    "any decay, packed": 1e-6,
+    "bounded, packed": 1e-6,
+    "bounded, whole": 1e-6,
+    "large rates": 1e-6,
+    "float16": 2e-3,
+    "large heads": 1e-6,
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", TOLERANCES)
+def test_forward_parity_atol(results, case):
+    for quantity, error in results[case].items():
+        if not quantity.startswith("d"):
+            assert error is True or error < TOLERANCES[case], (quantity, error)
+
+
+@pytest.mark.parametrize("case", TOLERANCES)
+def test_backward_grads_match_pytorch(results, case):
+    gradients = {quantity: error for quantity, error in results[case].items() if quantity.startswith("d")}
+    assert len(gradients) >= 5
+    for quantity, error in gradients.items():
+        assert error < TOLERANCES[case], (quantity, error)
+
+
+@pytest.mark.parametrize("case", ["any decay, packed", "large heads"])
+def test_forward_non_power_of_2_pads_correctly(results, case):
+    """Heads of 8 x 5 and 40 x 36: padded tiles, and blocks with a padded rest."""
+    assert results[case]["o"] < 1e-6
+
+
+@pytest.mark.parametrize("case", ["prefix, any decay", "prefix, bounded", "slices", "library"])
+def test_exact_properties(results, case):
+    assert all(results[case].values()), results[case]
+
+
+def test_triton_importable():
+    from hymo.kernels import triton_op
+
+    assert triton_op.LAUNCHES
+
+
+def test_pad_helper():
+    from hymo.kernels.triton_op import _tile
+
+    assert [_next_power_of_2(n) for n in (1, 5, 24, 32)] == [1, 8, 32, 32]
+    assert [_tile(n) for n in (1, 16, 17, 24, 32)] == [16, 16, 32, 32, 32]
+
+
+def test_segments_fill_the_gpu_and_stay_few(monkeypatch):
+    import torch
+
+    from hymo.kernels import triton_op
+
+    monkeypatch.setattr(triton_op, "_multiprocessors", lambda device: 132)
+    for T in (1, 63, 64, 100, 512, 4096, 4097, 65536, 10**6):
+        for rows in (1, 28, 160, 1280):
+            segment = triton_op.segment_length(T, rows, "backward", True, torch.device("cuda"))
+            assert segment % triton_op.BLOCK == 0
+            assert -(-T // segment) <= triton_op.MAX_SEGMENTS
