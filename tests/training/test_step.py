@@ -230,3 +230,11 @@ def test_result_has_the_seven_names_and_both_rates():
         "grad_norm_adamw",
         "expert_load_max",
     } <= result.metrics.keys()
+
+
+def test_the_dropped_share_is_of_all_assignments():
+    """Capacity for half of the mean load: half of the assignments or more are dropped, and the row says so."""
+    config = SMALL.model_copy(update={"capacity_factor": 0.5})
+    model, optimizers = make(config=config)
+    result = attempt(model, optimizers, [batch(2)])
+    assert 0.5 <= result.metrics["dropped_share"] < 0.6

@@ -149,14 +149,16 @@ def _loss_metrics(total: Tensor, means_K: Tensor) -> dict[str, float]:
 
 
 def _router_metrics(counts_NE: Tensor, dropped_N: Tensor, entropy_N: Tensor) -> dict[str, float]:
-    """Load of the fullest expert over the mean, dropped share, entropy: the worst layer's and the mean."""
+    """Load of the fullest expert over the mean (the worst layer's), dropped share of all assignments, mean entropy.
+
+    The counts are as routed, before any drop.
+    """
     if counts_NE.numel() == 0:
         return {}
     counts = counts_NE.to(torch.float64)
     load = counts.amax(1) / counts.mean(1).clamp(min=1)
-    routed = counts.sum() + dropped_N.sum()
     return {
         "expert_load_max": float(load.max()),
-        "dropped_share": float(dropped_N.sum() / routed.clamp(min=1)),
+        "dropped_share": float(dropped_N.sum() / counts.sum().clamp(min=1)),
         "router_entropy": float(entropy_N.mean()),
     }
