@@ -8,7 +8,7 @@ from hymo.optim.cautious_adamw import CautiousAdamW
 from hymo.optim.normuon import NorMuon
 from hymo.optim.triton_kernels import symmetric
 
-SHAPES = [(24, 10), (10, 24), (10, 24), (3, 12, 5), (1, 7)]
+SHAPES = [(12, 5), (5, 12), (5, 12), (2, 12, 5), (1, 7)]
 
 
 def groups(ps):
@@ -21,11 +21,11 @@ def run(make, settings, dtype, fused):
     generator = torch.Generator().manual_seed(0)
     ps = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     optimizer = make(groups(ps) if make is NorMuon else ps, **settings)
-    for seed in range(3):
+    for seed in range(2):
         generator = torch.Generator().manual_seed(10 + seed)
         for p in ps:
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
-        if seed == 2:
+        if seed == 1:
             ps[1].grad = None
         optimizer.step()
     used = [s for steps in optimizer.prepared.values() for s in steps]
@@ -40,15 +40,12 @@ def check(make, settings, dtype=torch.float32):
 
 
 check(NorMuon, {})
-check(NorMuon, {}, torch.bfloat16)
-check(NorMuon, {"normalize": False, "nesterov": False})
+check(NorMuon, {"mask": "grad", "normalize": False, "nesterov": False}, torch.bfloat16)
 check(NorMuon, {"preset": "paper", "lr": 0.01})
-check(NorMuon, {"mask": "grad"})
 check(NorMuon, {"mask": "momentum", "decay": "lr_squared"})
-check(NorMuon, {"cautious_wd": False})
+check(CautiousAdamW, {"mask": "grad"})
+check(CautiousAdamW, {"mask": "momentum"})
 check(CautiousAdamW, {}, torch.bfloat16)
-for mask in ("update", "momentum", "grad"):
-    check(CautiousAdamW, {"mask": mask})
 
 x = torch.randn(2, 40, 24)
 for view in (x, x.mT.contiguous().mT):
