@@ -25,8 +25,6 @@ from hymo.errors import HyMoError
 FORMAT = 1
 """Raised when a reader of the old format would misread the new one."""
 MANIFEST, METADATA, FOLDER, LATEST = "manifest.json", ".metadata", "checkpoints", "latest"
-MOST_FILES = 8
-"""Tensor files of one rank, written and hashed at the same time."""
 TEMPORARY, TRASH, PIN = ".writing-", ".removing-", ".pinned"
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?(?:-r(\d+))?")
 
@@ -262,7 +260,7 @@ def sha256_of(files: Sequence[Path]) -> list[str]:
     """The same for several files, some at a time (hashing leaves the interpreter free)."""
     if len(files) < 2:
         return [sha256(file) for file in files]
-    with ThreadPoolExecutor(min(len(files), MOST_FILES)) as pool:
+    with ThreadPoolExecutor(min(len(files), 8)) as pool:
         return list(pool.map(sha256, files))
 
 

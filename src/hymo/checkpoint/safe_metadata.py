@@ -61,6 +61,17 @@ def read_metadata(path: Path, files: Collection[str]) -> Metadata:
     return metadata
 
 
+def lost_pieces(metadata: Metadata) -> list[str]:
+    """Tensors of which a piece has no place in any file."""
+    placed = set(metadata.storage_data)
+    return [
+        key
+        for key, record in metadata.state_dict_metadata.items()
+        if isinstance(record, TensorStorageMetadata)
+        if any(MetadataIndex(key, chunk.offsets) not in placed for chunk in record.chunks)
+    ]
+
+
 def _fault(metadata: Any, files: Collection[str]) -> str | None:
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
         return "it does not describe a state"

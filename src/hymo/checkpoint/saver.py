@@ -129,7 +129,10 @@ def snapshot(state: Mapping[str, Any], into: dict[str, Tensor] | None = None) ->
 def _host_memory_for(tensor: Tensor) -> Tensor:
     """Memory of the tensor's kind on the CPU: pinned for a GPU's, wrapped alike for a sharded one."""
     piece = local(tensor)
-    memory = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda and piece.numel() > 0)
+    try:
+        memory = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda and piece.numel() > 0)
+    except RuntimeError:  # the host has not so much to pin: a slower copy then
+        memory = torch.empty(piece.shape, dtype=piece.dtype)
     if not isinstance(tensor, DTensor):
         return memory
     wrapped: Any = tensor.detach().to("cpu", copy=True)

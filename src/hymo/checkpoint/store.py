@@ -28,7 +28,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.tensor import DTensor
 
 from hymo.checkpoint import manifest as files
 from hymo.checkpoint.manifest import (
@@ -41,7 +40,7 @@ from hymo.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hymo.checkpoint.safe_metadata import SafeReader, TensorPlanner, read_metadata
+from hymo.checkpoint.safe_metadata import SafeReader, TensorPlanner, lost_pieces, read_metadata
 from hymo.distributed.reduce import broadcast_object, gather_objects, is_distributed, rank, world_size
 
 __all__ = [
@@ -60,8 +59,6 @@ __all__ = [
     "save",
     "verify",
 ]
-
-FILE_BYTES = 1 << 30
 
 State = Mapping[str, Any]
 """Nested dicts of tensors, plain or DTensor."""
@@ -126,7 +123,7 @@ def save(
         )
         try:
             final = _commit(run_dir, folder, record)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problems.append(f"rank 0: {_say(error)}")
     if rank(group) == 0 and problems:
         shutil.rmtree(folder, ignore_errors=True)
@@ -239,7 +236,10 @@ def describe_tensor(tensor: Tensor) -> list[Any]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files, each fsynced; its records then name no path of this machine."""
+    """DCP's writer of files, each fsynced; its records then name no path of this machine.
+
+    One thread and one file a rank: an error in one of several threads would be lost.
+    """
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
@@ -276,17 +276,11 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], group: ProcessGroup
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         dcp.save(
             tensors,
-            storage_writer=_Writer(folder, sync_files=True, overwrite=False, thread_count=_file_count(tensors)),
+            storage_writer=_Writer(folder, sync_files=True, overwrite=False),
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=not is_distributed(),
         )
-
-
-def _file_count(tensors: Mapping[str, Tensor]) -> int:
-    """One file for each GB that this rank writes, at most MOST_FILES: they are written and hashed side by side."""
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
-    return 1 + min(sum(t.nbytes for t in own) // FILE_BYTES, files.MOST_FILES - 1)
 
 
 def _describe_own_files(folder: Path, group: ProcessGroup | None) -> dict[str, dict[str, Any]]:
@@ -302,6 +296,8 @@ def _commit(run_dir: Path, folder: Path, record: Manifest) -> Path:
     """Manifest last, everything on the disk, then the name."""
     if found := files.faults(folder, record, hashes=False):
         raise OSError(f"files of other ranks are not here ({'; '.join(found)}): the run folder must be shared")
+    if lost := lost_pieces(read_metadata(folder, record.files)):
+        raise OSError(f"not all tensors were written: {_some(lost)}")
     files.write_durably(folder / files.MANIFEST, record.to_json())
     files.fsync_folder(folder)
     final = folder.with_name(files.free_name(run_dir, record.step, record.attempt))
