@@ -19,7 +19,7 @@ from hymo.optim.base import (
     state_dtype,
     target,
 )
-from hymo.optim.update import MASKS
+from hymo.optim.update import MASKS, opposes
 
 CHUNK = 1 << 24  # elements updated together: bounds the temporaries of the foreach form
 
@@ -153,13 +153,10 @@ def apply_update_foreach(
 ) -> None:
     """`update.apply_update` for lists of tensors; u is overwritten."""
     if weight_decay:
-        decay = torch._foreach_mul(w, weight_decay)
+        decay = list(torch._foreach_mul(w, weight_decay))
         if source is not None:
-            # Signs, not the product of the values: that underflows for tiny ones.
-            agrees = torch._foreach_mul(torch._foreach_sign(source), torch._foreach_sign(w))
-            torch._foreach_add_(agrees, 1.0)  # -1, 0, 1 -> 0, 1, 2
-            torch._foreach_clamp_max_(agrees, 1.0)
-            torch._foreach_mul_(decay, agrees)
+            for d, x, y in zip(decay, source, w, strict=True):
+                d.masked_fill_(opposes(x, y), 0.0)
         torch._foreach_add_(u, decay)
     torch._foreach_mul_(u, lr)
     torch._foreach_sub_(w, u)

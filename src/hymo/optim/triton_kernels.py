@@ -318,7 +318,7 @@ def symmetric(
 
 def _descriptor(x: Tensor, block: int, depth_block: int) -> tuple[Any, str]:
     """(x for the bulk copies of the hardware, the way it lies), or (x, "") where its addresses do not suit them."""
-    if x.data_ptr() % 16 or not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):
+    if x.data_ptr() % 16 or not x.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x.device) < (9, 0):
         return x, ""
     if x.stride(2) == 1 and x.stride(1) * x.element_size() % 16 == 0:
         return TensorDescriptor.from_tensor(x, [1, block, depth_block]), "rows"

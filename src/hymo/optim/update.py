@@ -66,6 +66,11 @@ def rescale_factor(
     return factor * grad_norm if scale == "grad_norm" and grad_norm is not None else factor
 
 
+def opposes(source: Tensor, w: Tensor) -> Tensor:
+    """Where source * w < 0, by signs: the product underflows for tiny values. (Where w is 0 it does not matter.)"""
+    return ((source < 0) != (w < 0)).logical_and_(source != 0)
+
+
 def apply_update(
     w: Tensor, u: Tensor, lr: Tensor | float, weight_decay: Tensor | float, mask_source: Tensor | None
 ) -> None:
@@ -76,8 +81,6 @@ def apply_update(
     if isinstance(weight_decay, Tensor) or weight_decay:
         decay = w * weight_decay
         if mask_source is not None:
-            # A product would underflow for tiny values, which the signs do not.
-            agrees = (torch.sign(mask_source) * torch.sign(w)) >= 0
-            decay.mul_(agrees)
+            decay.masked_fill_(opposes(mask_source, w), 0.0)
         u.add_(decay)
     w.sub_(u.mul_(lr))
