@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from hymo.config import OptimizerConfig
+from hymo.optim.build import build_optimizers
 from hymo.optim.qk_clip import clip_heads, clip_qk
 
 HEADS, NOPE, ROPE, V, RANK = 3, 4, 2, 5, 6
@@ -50,3 +52,17 @@ def test_cool_heads_keep_their_bits():
     )
     assert torch.equal(before[0], layer.q_b.weight)
     assert torch.equal(before[1], layer.kv_b.weight)
+
+
+def test_full_precision_copies_are_clipped_and_keep_their_precision():
+    torch.manual_seed(0)
+    layer = Attention().bfloat16()
+    optimizers = build_optimizers(nn.ModuleDict({"attn": layer}), OptimizerConfig(qk_clip=1.0))
+    master = optimizers.state[layer.q_b.weight]["master"]
+    master += 1e-5  # less than a unit of the half-precision weight
+    before = master.clone()
+    optimizers.clip_qk(layer, [torch.tensor([4.0, 0.5, 0.5])])
+    rows = slice(0, NOPE + ROPE)
+    torch.testing.assert_close(master[rows][:NOPE], before[rows][:NOPE] / 2)
+    assert torch.equal(master[rows.stop :], before[rows.stop :])
+    assert torch.equal(layer.q_b.weight.detach(), master.bfloat16())

@@ -67,8 +67,8 @@ class Optimizers(GroupedOptimizer):
     def clip_qk(self, model: nn.Module, logit_max_LH: Any) -> None:
         """Rescale the heads whose largest logit passed `qk_clip`, if it is set; call after `step`."""
         if self.qk_clip is not None:
-            clip_qk(model, logit_max_LH, self.qk_clip)
-            self.refresh_masters()
+            masters = {param: state["master"] for param, state in self.state.items() if "master" in state}
+            clip_qk(model, logit_max_LH, self.qk_clip, masters)
 
 
 def build_optimizers(model: nn.Module, config: Any, overrides: Mapping[str, str] | None = None) -> Optimizers:

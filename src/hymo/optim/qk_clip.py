@@ -5,6 +5,7 @@ the parts without position (query and key) shrink by sqrt(g) each, the head's ro
 which all heads share, stays, so every logit of the head shrinks by g.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,22 +39,22 @@ def _scale_rows(weight: Tensor, factors: Tensor) -> None:
     local(weight).mul_(factors[low:high].to(weight.dtype)[:, None])
 
 
-def clip_qk(model: nn.Module, logit_max_LH: Any, threshold: float) -> None:
+@torch.no_grad()
+def clip_qk(
+    model: nn.Module, logit_max_LH: Any, threshold: float, masters: Mapping[Tensor, Tensor] | None = None
+) -> None:
     """Apply `clip_heads` to the latent attention of every layer, in the order of the modules.
 
     logit_max_LH: [attention layers, heads], or a sequence of [heads]. A layer is a module with q_b, kv_b and the sizes
-    nope, rope, v_dim.
+    nope, rope, v_dim. masters: full-precision copies of weights held in half precision; they are clipped and rounded.
     """
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "q_b") and hasattr(m, "kv_b")]
     if len(layers) != len(logit_max_LH):
         raise ValueError(f"qk_clip: found logits of {len(logit_max_LH)} layers, accepted: {len(layers)}")
     for layer, logit_max_H in zip(layers, logit_max_LH, strict=True):
-        clip_heads(
-            layer.q_b.weight,
-            layer.kv_b.weight,
-            logit_max_H,
-            threshold,
-            nope=layer.nope,
-            rope=layer.rope,
-            v_dim=layer.v_dim,
-        )
+        weights = (layer.q_b.weight, layer.kv_b.weight)
+        q_b, kv_b = ((masters or {}).get(weight, weight) for weight in weights)
+        clip_heads(q_b, kv_b, logit_max_H, threshold, nope=layer.nope, rope=layer.rope, v_dim=layer.v_dim)
+        for weight, values in zip(weights, (q_b, kv_b), strict=True):
+            if values is not weight:
+                local(weight).copy_(local(values))
