@@ -121,10 +121,21 @@ def _pairs(P: Tensor, m: int) -> Tensor:
     return P.view(-1, n, 2, m, n, 2, m)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y; a batch of products with one 1 x 1 side is much faster by element."""
+    if x.shape[-2] == 1 and y.shape[-1] == 1:
+        return (x * y.mT).sum(-1, keepdim=True)
+    return x * y if x.shape[-2:] == (1, 1) else x @ y
+
+
+def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
 def _dyadic_factors(
     g_NBHC: Tensor, a_HS: Tensor, docs: DocMasks | None
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """For m = 1, 2, 4 .. C/2 the factors [M,m,S] of (right halves, left halves); the chunk's L and Lt.
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor, Tensor]:
+    """For m = 1, 2, 4 .. C/2 the factors [M,m,S] of (right halves, left halves; None: ones); the chunk's L and Lt.
 
     They are products of the steps' decays x: right-half token i takes the x of its half up to and with i, left-half
     token j those after j. A document's first token has x = 0, which cuts every pair, row and chunk across it.
@@ -133,11 +144,12 @@ def _dyadic_factors(
     if docs is not None:
         x.masked_fill_(docs.start[..., None], 0.0)
     prefix, suffix = x, torch.ones_like(x)
-    factors, m = [], 1
+    factors: list[tuple[Tensor, Tensor | None]] = []
+    m = 1
     while m < x.shape[-2]:
         F, R = _blocks(prefix, m), _blocks(suffix, m)
-        right, left = F[:, 1].clone(), R[:, 0].clone()
-        factors.append((right, left))
+        right = F[:, 1].clone()
+        factors.append((right, None if m == 1 else R[:, 0].clone()))
         F[:, 1].mul_(F[:, 0, -1:])
         R[:, 0].mul_(right[:, -1:])
         m *= 2
@@ -150,7 +162,7 @@ def dyadic_scores(B: Tensor, C: Tensor, g_NBHC: Tensor, a_HS: Tensor, docs: DocM
     P = torch.diag_embed((B * C).sum(-1))
     for level, (right, left) in enumerate(factors):
         m = 1 << level
-        block = (_blocks(C, m)[:, 1] * right) @ (_blocks(B, m)[:, 0] * left).mT
+        block = _product(_blocks(C, m)[:, 1] * right, _scaled(_blocks(B, m)[:, 0], left).mT)
         pairs = _pairs(P, m)
         pairs.copy_(block.view(pairs.shape))
     empty = B.new_empty(0)
@@ -181,10 +193,10 @@ def dyadic_backward(
         Y[:, 0, -1] += Y[:, 1].sum(1)
         Y[:, 1, -1] += Z[:, 0].sum(1)
         dblock = _pairs(dP, m).reshape(-1, m, m)
-        c_right, b_left = _blocks(C, m)[:, 1] * right, _blocks(B, m)[:, 0] * left
-        dc_right, db_left = dblock @ b_left, dblock.mT @ c_right
+        c_right, b_left = _blocks(C, m)[:, 1] * right, _scaled(_blocks(B, m)[:, 0], left)
+        dc_right, db_left = _product(dblock, b_left), _product(dblock.mT, c_right)
         Y[:, 1].addcmul_(c_right, dc_right)
         Z[:, 0].addcmul_(b_left, db_left)
         _blocks(dC, m)[:, 1].addcmul_(right, dc_right)
-        _blocks(dB, m)[:, 0].addcmul_(left, db_left)
+        _blocks(dB, m)[:, 0].add_(_scaled(db_left, left))
     return dC, dB, over_states(y_prefix, a_HS), over_tokens(g_NBHC, y_prefix)
