@@ -230,7 +230,7 @@ class ExchangePlan:
         total, busiest = sum(self.flops), max(self.flops, default=0)
         lines = [
             f"{len(self.matrices)} matrices on {self.ranks} ranks in {len(self.buckets)} buckets",
-            f"orthogonalization: {total / 1e12:.3f} TFLOP a step, busiest rank {busiest / 1e12:.3f} "
+            f"orthogonalization: {total / 1e9:,.1f} GFLOP a step, busiest rank {busiest / 1e9:,.1f} "
             f"({self.imbalance:.2f} x the mean)",
             f"sent by a rank: at most {max(self.sent_bytes, default=0) / 1e6:.1f} MB a step; "
             f"buffers at most {self.peak_bytes / 1e6:.1f} MB",
