@@ -1,16 +1,19 @@
 """``hymo bench recurrence``: providers of the recurrence side by side, with the error against float64 beside each time.
 
-    python -m hymo.bench.recurrence [--shape B,T,H,D,S] [--dtype float32] [--providers loop,chunked,...]
-
 Each provider is checked before it is timed, on a shorter sequence of the same distribution, against the loop in
-float64 (RMS error over RMS). Times are medians. Bytes are the least that any implementation must move: each input
-read once and each output written once, in the forward and in the backward pass.
+float64 (RMS error over RMS). Times are medians; "first" is the first call, compilation and tuning included; "extra" is
+the memory that a forward and backward pass takes beyond the inputs. "limit" is the share of the time that moving the
+least possible bytes takes at the machine's copy speed: each input read once and each output written once.
+
+``--tune`` times other launches of the Triton kernels beside the shipped ones; each is checked first.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +22,10 @@ from torch import Tensor
 from hymo.bench.recurrence_cases import relative_error
 from hymo.kernels.recurrence import Backend, gated_recurrence
 
+Op = Callable[..., Tensor]
 CHECK_TOKENS = 256
 LEAF_BOUND = 5.0
+NOT_THE_RECURRENCE = ("sdpa-causal",)  # timed for its speed at the same sizes; it computes something else
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,22 @@ class Row:
     provider: str
     error: float = float("nan")
     gradient_error: float = float("nan")
+    first_s: float = float("nan")
     forward_ms: float = float("nan")
     both_ms: float = float("nan")
+    extra_mib: float = float("nan")
     failure: str = ""
 
 
-def providers(case: Case) -> dict[str, Callable[..., Tensor]]:
+def providers(case: Case) -> dict[str, Op]:
     """Name -> function of (v, b, c, g, A_log) on this case's device."""
 
-    def ours(backend: Backend) -> Callable[..., Tensor]:
+    def ours(backend: Backend) -> Op:
         return lambda *xs: gated_recurrence(*xs, max_log_decay=case.max_log_decay, backend=backend)
 
     found = {"loop": ours("loop"), "chunked": ours("torch")}
     if case.device == "cuda":
-        found |= {"chunked-compiled": torch.compile(ours("torch")), "triton": ours("triton")}
+        found |= {"chunked-compiled": torch.compile(ours("torch")), "triton": ours("triton"), "sdpa-causal": _attention}
         try:
             from fla.ops.gla import chunk_gla
         except Exception:  # not installed, or it fails to import with this Triton
@@ -93,6 +100,11 @@ def providers(case: Case) -> dict[str, Callable[..., Tensor]]:
 
         found["fla-chunk_gla"] = fla
     return found
+
+
+def _attention(v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (c, b, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def measure(function: Callable[[], object], device: str, seconds: float = 1.0) -> float:
@@ -111,41 +123,87 @@ def measure(function: Callable[[], object], device: str, seconds: float = 1.0) -
     return 1e3 * statistics.median(times)
 
 
-def check(function: Callable[..., Tensor], case: Case) -> tuple[float, float]:
-    """Error of the output, and the largest error of a gradient, against the loop in float64."""
+def check(function: Op, case: Case) -> tuple[float, float, float]:
+    """Error of the output, the largest error of a gradient, against the loop in float64; seconds of the first call."""
     inputs = case.inputs(min(case.T, CHECK_TOKENS))
     results = []
+    seconds = []
     for op, leaves in (
         (function, [x.clone().requires_grad_() for x in inputs]),
         (lambda *xs: gated_recurrence(*xs, backend="loop"), [x.double().requires_grad_() for x in inputs]),
     ):
+        start = time.perf_counter()
         o = op(*leaves)
         generator = torch.Generator(case.device).manual_seed(1)
         do = torch.randn(o.shape, device=case.device, generator=generator).to(case.dtype).to(o.dtype)
-        results.append((o, *torch.autograd.grad(o, leaves, do)))
+        gradients = torch.autograd.grad(o, leaves, do, allow_unused=True)
+        results.append((o, *(torch.zeros_like(x) if y is None else y for x, y in zip(leaves, gradients, strict=True))))
+        results[-1][1].sum().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
     errors = [relative_error(x, reference) for x, reference in zip(*results, strict=True)]
-    return errors[0], max(errors[1:])
+    return errors[0], max(errors[1:]), seconds[0]
 
 
-def time_op(function: Callable[..., Tensor], case: Case) -> tuple[float, float]:
-    """Milliseconds of a forward pass, and of a forward and a backward pass."""
+def time_op(function: Op, case: Case) -> tuple[float, float, float]:
+    """Milliseconds of a forward pass, and of a forward and a backward pass; MiB of the latter beyond the inputs."""
     leaves = [x.requires_grad_() for x in case.inputs()]
     do = torch.randn_like(leaves[0])
+
+    def both() -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(function(*leaves), leaves, do, allow_unused=True)
+
     with torch.no_grad():
         forward_ms = measure(lambda: function(*leaves), case.device)
-    return forward_ms, measure(lambda: torch.autograd.grad(function(*leaves), leaves, do), case.device)
+    both_ms = measure(both, case.device)
+    if case.device != "cuda":
+        return forward_ms, both_ms, float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    torch.cuda.synchronize()
+    return forward_ms, both_ms, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def run_case(case: Case, names: Sequence[str]) -> list[Row]:
-    """Check and time the named providers (all, if none is named)."""
-    rows = []
-    for name, function in providers(case).items():
-        if names and name not in names:
-            continue
-        try:
-            rows.append(Row(name, *check(function, case), *time_op(function, case)))
-        except Exception as failure:
-            rows.append(Row(name, failure=f"{type(failure).__name__}: {failure}".splitlines()[0][:90]))
+def run_one(name: str, function: Op, case: Case) -> Row:
+    """Check, then time; what goes wrong becomes the row's message."""
+    try:
+        error, gradient_error, first_s = check(function, case)
+        if name in NOT_THE_RECURRENCE:
+            error = gradient_error = float("nan")
+        return Row(name, error, gradient_error, first_s, *time_op(function, case))
+    except Exception as failure:
+        return Row(name, failure=f"{type(failure).__name__}: {failure}".splitlines()[0][:90])
+
+
+def run_case(case: Case, names: Sequence[str] = ()) -> list[Row]:
+    """The named providers (all, if none is named)."""
+    return [run_one(name, op, case) for name, op in providers(case).items() if not names or name in names]
+
+
+@contextmanager
+def launching(key: tuple[str, bool], **changes: int | None) -> Iterator[None]:
+    """Another launch of one Triton kernel for a while."""
+    from hymo.kernels.triton_op import LAUNCHES
+
+    shipped = LAUNCHES[key]
+    LAUNCHES[key] = dataclasses.replace(shipped, **changes)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        LAUNCHES[key] = shipped
+
+
+def tune(case: Case) -> list[Row]:
+    """Other launches of each kernel, one change at a time, best read against the first row."""
+    op = providers(case)["triton"]
+    leaf = case.max_log_decay is not None
+    rows = [run_one("shipped", op, case)]
+    for kernel in ("segment", "forward", "backward"):
+        for stages in (2, 3, 4):
+            for registers, programs in ((None, 8), (168, 12), (128, 16)):
+                with launching((kernel, leaf), stages=stages, registers=registers, programs=programs):
+                    rows.append(run_one(f"{kernel} {stages} {registers}", op, case))
     return rows
 
 
@@ -160,45 +218,50 @@ def table(case: Case, rows: Sequence[Row], bandwidth: float) -> str:
     """The rows as aligned text: errors, milliseconds, bytes a second, and the byte limit as a share of the time."""
     form = "any decay" if case.max_log_decay is None else f"log-decay <= {case.max_log_decay:g} a step"
     head = f"B{case.B} T{case.T} H{case.H} D{case.D} S{case.S} {str(case.dtype)[6:]} on {case.device}, {form}"
-    lines = [f"{head}; copy {bandwidth / 1e9:.0f} GB/s"]
-    titles = f"{'provider':18}{'o err':>9}{'grad err':>9}"
-    lines.append(titles + "".join(f"{name:>10}{'GB/s':>7}{'limit':>7}" for name in ("fwd ms", "f+b ms")))
+    titles = f"{'provider':18}{'o err':>9}{'grad err':>9}{'first s':>9}"
+    titles += "".join(f"{name:>10}{'GB/s':>7}{'limit':>7}" for name in ("fwd ms", "f+b ms")) + f"{'extra MiB':>11}"
+    lines = [f"{head}; copy {bandwidth / 1e9:.0f} GB/s", titles]
     for row in rows:
         if row.failure:
             lines.append(f"{row.provider:18}{row.failure}")
             continue
-        line = f"{row.provider:18}{row.error:9.1e}{row.gradient_error:9.1e}"
+        line = f"{row.provider:18}{row.error:9.1e}{row.gradient_error:9.1e}{row.first_s:9.1f}"
         for ms, n in ((row.forward_ms, case.bytes_forward()), (row.both_ms, case.bytes_both())):
             line += f"{ms:10.3f}{n / ms / 1e6:7.0f}{n / bandwidth / ms * 1e3:7.0%}"
-        lines.append(line)
+        lines.append(line + f"{row.extra_mib:11.0f}")
     return "\n".join(lines)
 
 
 def build_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this benchmark's options."""
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", default="4,4096,40,32,32" if cuda else "1,1024,8,32,32", help="B,T,H,D,S")
+    default = ["4,4096,40,32,32"] if cuda else ["1,1024,8,32,32"]
+    parser.add_argument("--shape", nargs="+", default=default, metavar="B,T,H,D,S", help="one or more problems")
     parser.add_argument(
         "--dtype", default="bfloat16" if cuda else "float32", choices=["float32", "bfloat16", "float16"]
     )
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--providers", default="", help="names, comma-separated; all that are installed by default")
+    parser.add_argument("--tune", action="store_true", help="time other launches of the Triton kernels")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one table for any decay and one for a bounded decay."""
-    B, T, H, D, S = (int(n) for n in args.shape.split(","))
+    """Print, for every shape, one table for any decay and one for a bounded decay."""
     names = [name for name in args.providers.split(",") if name]
     bandwidth = copy_bandwidth(args.device)
-    for bound in (None, LEAF_BOUND):
-        case = Case(B, T, H, D, S, getattr(torch, args.dtype), args.device, bound)
-        print(table(case, run_case(case, names), bandwidth), flush=True)
+    for shape in args.shape:
+        B, T, H, D, S = (int(n) for n in shape.split(","))
+        for bound in (None, LEAF_BOUND):
+            case = Case(B, T, H, D, S, getattr(torch, args.dtype), args.device, bound)
+            rows = tune(case) if args.tune else run_case(case, names)
+            print(table(case, rows, bandwidth), flush=True)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(build_parser(argparse.ArgumentParser(description=__doc__)).parse_args(argv))
+    description = (__doc__ or "").split("\n\n")[0]
+    return run(build_parser(argparse.ArgumentParser("hymo bench recurrence", description=description)).parse_args(argv))
 
 
 if __name__ == "__main__":
