@@ -108,6 +108,24 @@ def leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dA, SPLIT: tl.conste
     return dg, dA
 
 
+@triton.jit
+def leaf_pairs(
+    B_start, C_leaf, from_start, from_start_inverse, db, dC_in, dP, dP_mirror, a, t, g, same, dA,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """All pairs of a chunk with the diagonal: P (mirror image), db, dc, the gates' share and dA."""
+    i, j = t[:, None], t[None, :]
+    BT: tl.constexpr = t.shape[0]
+    B_low = B_start.to(dtype)
+    P_mirror = dot(B_low, transposed(C_leaf, dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+    P_mirror = tl.where((i <= j) & same, P_mirror, 0.0)
+    pairs = tl.where((i <= j) & same, dP_mirror, 0.0).to(dtype)
+    db += from_start_inverse * dot(pairs, C_leaf.to(dtype), tl.zeros_like(db), PRECISION)
+    dc = from_start * dot(tl.where((i >= j) & same, dP, 0.0).to(dtype), B_low, dC_in, PRECISION)
+    dg, dA = leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dA, SPLIT, PRECISION)
+    return P_mirror, db, dc, dg, dA
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
 def backward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dhT_ptr, carry_ptr, kept_ptr,
@@ -172,7 +190,7 @@ def backward_kernel(
                 through = tl.where(before == last, through, 0.0)
             log_L = a[None, :] * gate_sums((j <= i) & same, high, low, SPLIT)
             from_start, from_start_inverse = tl.exp2(log_L), tl.exp2(-log_L)
-            C_leaf, B_start = c32 * from_start, b32 * from_start_inverse
+            C_leaf = c32 * from_start
             if LEAF and not HAS_DOCS:
                 to_end = from_start_inverse * through[None, :]
             else:
@@ -194,14 +212,10 @@ def backward_kernel(
             diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)
             dD += tl.sum(diagonal, 0)
             if LEAF:
-                B_low = B_start.to(b.dtype)
-                P_mirror = dot(B_low, transposed(C_leaf, b.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
-                P_mirror = tl.where((i <= j) & same, P_mirror, 0.0)
-                pairs = tl.where((i <= j) & same, dP_mirror, 0.0).to(b.dtype)
-                db = to_end * dB_out
-                db += from_start_inverse * dot(pairs, C_leaf.to(b.dtype), tl.zeros([BT, BS], tl.float32), PRECISION)
-                dc = from_start * dot(tl.where((i >= j) & same, dP, 0.0).to(b.dtype), B_low, dC_in, PRECISION)
-                dg_pairs, dA = leaf_gates(B_low, C_leaf, a, t, g, same, dP, dP_mirror, dA, SPLIT, PRECISION)
+                P_mirror, db, dc, dg_pairs, dA = leaf_pairs(
+                    b32 * from_start_inverse, C_leaf, from_start, from_start_inverse, to_end * dB_out, dC_in,
+                    dP, dP_mirror, a, t, g, same, dA, SPLIT, PRECISION, b.dtype,
+                )  # fmt: skip
             else:
                 db = to_end * dB_out + diagonal[:, None] * c32
                 dc = from_start * dC_in + diagonal[:, None] * b32

@@ -100,6 +100,47 @@ def store_state(ptr, value, bh, s, d, S: tl.constexpr, D: tl.constexpr):
     tl.store(ptr + bh.to(tl.int64) * (S * D) + s * D + d, value, mask=(s < S) & (d < D))
 
 
+@triton.jit
+def chunk_scores(
+    b, c, g, a, through, t, ids, before, last,
+    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P [T,T] of one chunk, c times the decay from its start and b times the decay to its end, in float32."""
+    i, j = t[:, None], t[None, :]
+    BT: tl.constexpr = t.shape[0]
+    BS: tl.constexpr = a.shape[0]
+    high, low = split_gates(g, BS, SPLIT)
+    b32, c32 = b.to(tl.float32), c.to(tl.float32)
+    if LEAF:
+        chosen = j <= i
+        if HAS_DOCS:
+            chosen = chosen & (ids[:, None] == ids[None, :])
+        log_L = a[None, :] * gate_sums(chosen, high, low, SPLIT)
+        C_in, B_start = c32 * tl.exp2(log_L), b32 * tl.exp2(-log_L)
+        P = dot(C_in.to(c.dtype), transposed(B_start, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+        P = tl.where(chosen, P, 0.0)
+        if HAS_DOCS:
+            B_out = b32 * tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
+        else:
+            B_out = B_start * through[None, :]
+    else:
+        C_in = c32 * tl.exp2(a[None, :] * gate_sums(j <= i, high, low, SPLIT))
+        B_out = b32 * tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
+        P = dot(c, transposed(b, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+        P = tl.where(i == j, P, 0.0)
+        for level in tl.static_range(LEVELS):
+            factor = tl.exp2(a[None, :] * gate_sums(half_sum_mask(i, j, level), high, low, SPLIT))
+            half = tl.where(is_right(i, level), c32, b32) * factor
+            pairs = dot(half.to(c.dtype), transposed(half, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+            P = tl.where(pair_mask(i, j, level), pairs, P)
+        if HAS_DOCS:
+            P = tl.where(ids[:, None] == ids[None, :], P, 0.0)
+    if HAS_DOCS:
+        C_in = tl.where((ids == before)[:, None], C_in, 0.0)
+        B_out = tl.where((ids == last)[:, None], B_out, 0.0)
+    return P, C_in, B_out
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
 def forward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, h0_ptr, doc_ptr, carry_ptr, kept_ptr, o_ptr, hT_ptr, saved_ptr,
@@ -143,41 +184,12 @@ def forward_kernel(
             if x % 64 == 0:
                 tl.store(saved_ptr + sj * BD + di, state.to(saved_ptr.dtype.element_ty))
                 saved_ptr += BD * BS
-        high, low = split_gates(g, BS, SPLIT)
-        b32, c32 = b.to(tl.float32), c.to(tl.float32)
-        through = tl.exp2(a * total)
-        if LEAF:
-            chosen = j <= i
-            if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x, T)
-                chosen = chosen & (ids[:, None] == ids[None, :])
-            log_L = a[None, :] * gate_sums(chosen, high, low, SPLIT)
-            L = tl.exp2(log_L)
-            B_start = b32 * tl.exp2(-log_L)
-            C_in = c32 * L
-            P = dot(C_in.to(c.dtype), transposed(B_start, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
-            P = tl.where(chosen, P, 0.0)
-            if HAS_DOCS:
-                to_end = tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
-                C_in = tl.where((ids == before)[:, None], C_in, 0.0)
-                B_out = tl.where((ids == last)[:, None], b32 * to_end, 0.0)
-            else:
-                B_out = B_start * through[None, :]
+        if HAS_DOCS:
+            ids, before, last = load_documents(doc_ptr, t, first + x, T)
         else:
-            C_in = c32 * tl.exp2(a[None, :] * gate_sums(j <= i, high, low, SPLIT))
-            B_out = b32 * tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
-            P = dot(c, transposed(b, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
-            P = tl.where(i == j, P, 0.0)
-            for level in tl.static_range(LEVELS):
-                factor = tl.exp2(a[None, :] * gate_sums(half_sum_mask(i, j, level), high, low, SPLIT))
-                half = tl.where(is_right(i, level), c32, b32) * factor
-                pairs = dot(half.to(c.dtype), transposed(half, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
-                P = tl.where(pair_mask(i, j, level), pairs, P)
-            if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x, T)
-                P = tl.where(ids[:, None] == ids[None, :], P, 0.0)
-                C_in = tl.where((ids == before)[:, None], C_in, 0.0)
-                B_out = tl.where((ids == last)[:, None], B_out, 0.0)
+            ids, before, last = t, 0, 0
+        through = tl.exp2(a * total)
+        P, C_in, B_out = chunk_scores(b, c, g, a, through, t, ids, before, last, LEAF, HAS_DOCS, SPLIT, PRECISION)
         if HAS_D:
             P = tl.where(i == j, P + skip, P)
         if HAS_DOCS:
