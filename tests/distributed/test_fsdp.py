@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from hymo.config import ModelConfig
@@ -477,3 +478,39 @@ def after_updates(reshard):
 @pytest.mark.parametrize("reshard", ["layer", "step", "never"])
 def test_evaluation_between_updates_sees_the_new_weights(pool, reshard):
     assert max(pool(2, after_updates, reshard)) < 1e-5
+
+
+# --- with activation checkpointing and compilation, which come before sharding ---
+
+
+def prepared(checkpointing, compiled, changes):
+    with alone():
+        expected_loss, expected = reference()
+    model = build_hymo(CONFIG, device="meta")
+    for module in model.modules():
+        if hasattr(module, "compile_compute"):
+            module.checkpointing = checkpointing
+            if compiled:
+                module.compile_compute("aot_eager")
+    before, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    model = wrap_model_with_fsdp(model, settings(**changes))
+    loss = attempt(model, 8, 2)
+    graphs = counters["stats"]["unique_graphs"] - before
+    broken = sum(counters["graph_break"].values()) - breaks
+    return abs(loss / expected_loss - 1), worst(gradients(model), expected), graphs, broken
+
+
+@pytest.mark.parametrize("checkpointing", ["block", "selective"])
+def test_recomputation_under_sharding_gives_the_same_gradients(pool, checkpointing):
+    for loss, gradient, _, _ in pool(2, prepared, checkpointing, False, {}):
+        assert loss < 1e-6
+        assert gradient < 1e-6
+
+
+def test_compiled_blocks_under_sharding_are_a_few_whole_graphs(pool):
+    """Hooks stay outside: no graph break, one graph a block type (and one more for the first block's input)."""
+    for loss, gradient, graphs, broken in pool(2, prepared, "none", True, {}, timeout=150):
+        assert loss < 1e-6
+        assert gradient < 1e-6
+        assert broken == 0
+        assert graphs <= 4
