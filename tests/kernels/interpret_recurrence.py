@@ -7,7 +7,12 @@ import json
 import torch
 
 from hymo.bench.recurrence_cases import document_ids, make_inputs, outputs_and_gradients, relative_error
-from hymo.kernels.recurrence import gated_recurrence, last_backend, triton_gated_delta_rule
+from hymo.kernels.recurrence import (
+    gated_recurrence,
+    gated_recurrence_step,
+    last_backend,
+    triton_gated_delta_rule,
+)
 
 
 def errors(shape, *, dtype=torch.float32, packed=False, options=True, max_decay=3.0, **keywords):
@@ -72,6 +77,23 @@ def compiled_as_one_graph():
     }
 
 
+def steps():
+    """Token by token from the middle of a sequence, by the step kernel, against the whole sequence at once."""
+    inputs = make_inputs(2, 21, 2, 12, 20, dtype=torch.float32)
+    sequence = [inputs[name] for name in ("v", "b", "c", "g")]
+    options = {"D": inputs["D"], "backend": "torch", "return_state": True}
+    o, state = gated_recurrence(*sequence, inputs["A_log"], h0=inputs["h0"], **options)
+    first = [x[:, :15] for x in sequence]
+    _, h = gated_recurrence(*first, inputs["A_log"], h0=inputs["h0"], **options)
+    outputs = []
+    for t in range(15, 21):
+        o_t, h = gated_recurrence_step(
+            *(x[:, t] for x in sequence), inputs["A_log"], h, D=inputs["D"], backend="triton"
+        )
+        outputs.append(o_t)
+    return {"o": relative_error(torch.stack(outputs, 1), o[:, 15:]), "state": relative_error(h, state)}
+
+
 CASES = {
     "any decay, packed": lambda: errors((2, 70, 1, 8, 5), packed=True),
     "bounded, packed": lambda: errors((1, 70, 2, 5, 8), packed=True, max_log_decay=5.0),
@@ -81,6 +103,7 @@ CASES = {
     ),
     "float16": lambda: errors((1, 48, 1, 16, 16), dtype=torch.float16, max_log_decay=5.0),
     "large heads": lambda: errors((1, 18, 1, 40, 36)),
+    "steps": steps,
     "prefix, any decay": lambda: prefix_unchanged(None),
     "prefix, bounded": lambda: prefix_unchanged(5.0),
     "slices": strided_slices,

@@ -51,6 +51,11 @@ def test_forward_non_power_of_2_pads_correctly(results, case):
     assert results[case]["o"] < 1e-6
 
 
+def test_the_step_kernel_continues_a_sequence(results):
+    assert results["steps"]["o"] < 1e-6
+    assert results["steps"]["state"] < 1e-6
+
+
 @pytest.mark.parametrize("case", ["prefix, any decay", "prefix, bounded", "slices", "library"])
 def test_exact_properties(results, case):
     assert all(results[case].values()), results[case]

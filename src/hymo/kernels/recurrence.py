@@ -112,16 +112,26 @@ def gated_recurrence_step(
     h_BHSD: Tensor,
     *,
     D: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """One token for every sequence, for generation: its output [B,H,D] in v's dtype and the new state.
 
     ``h_BHSD`` is not changed. The state is float32 (float64 for float64 inputs), as ``gated_recurrence`` returns it.
+    On CUDA one Triton kernel does it, unless a gradient is wanted, a head is over 128, or ``backend`` says otherwise.
     """
     B, H, D_head = v_BHD.shape
     _check_shape("h_BHSD", h_BHSD, (B, H, b_BHS.shape[-1], D_head))
     dtype = torch.float64 if v_BHD.dtype == torch.float64 else torch.float32
-    v, b, c, g, A_log, h = (x.to(dtype) for x in (v_BHD, b_BHS, c_BHS, g_BH, A_log_HS, h_BHSD))
-    o_BHD, h_BHSD = step_recurrence(v, b, c, g, A_log, h, D if D is None else D.to(dtype))
+    g, A_log, h = g_BH.to(dtype), A_log_HS.to(dtype), h_BHSD.to(dtype)
+    D = D if D is None else D.to(dtype)
+    inputs = [x for x in (v_BHD, b_BHS, c_BHS, g, A_log, h, D) if x is not None]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if resolve_backend(backend, v_BHD.device) == "triton" and dtype == torch.float32 and not learns:
+        from hymo.kernels import triton_step
+
+        if max(D_head, b_BHS.shape[-1]) <= triton_step.LARGEST_HEAD:
+            return triton_step.recurrence_step(v_BHD, b_BHS, c_BHS, g, A_log, h, D)
+    o_BHD, h_BHSD = step_recurrence(v_BHD.to(dtype), b_BHS.to(dtype), c_BHS.to(dtype), g, A_log, h, D)
     return o_BHD.to(v_BHD.dtype), h_BHSD
 
 
@@ -182,14 +192,16 @@ def require_triton(device: torch.device) -> None:
             "the Triton recurrence needs the package triton, which is not installed: "
             "pip install triton, or take the chunked PyTorch form with backend='torch' (training.fused_gdn: false)"
         )
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    if device.type != "cuda":
+    if not _runs_triton(device):
         missing = "PyTorch sees no CUDA device" if not torch.cuda.is_available() else "move the tensors to CUDA"
         raise RuntimeError(
             f"the Triton recurrence runs on CUDA tensors only, found tensors on {device} ({missing}); "
             "backend='torch' (training.fused_gdn: false) runs on a CPU"
         )
+
+
+def _runs_triton(device: torch.device) -> bool:
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_bound(g_BTH: Tensor, A_log_HS: Tensor, max_log_decay: float) -> None:

@@ -145,6 +145,6 @@ class GatedDeltaNetBlock(CompilableBlock):
         if self.conv_weight is not None:
             vbc, window = causal_conv_step(vbc, self.conv_weight, window)
         o_BHD, h_BHSD = gated_recurrence_step(
-            *self._split_heads(vbc), g_BH, self._bounded_A_log(), state.h_BHSD, D=self.D
+            *self._split_heads(vbc), g_BH, self._bounded_A_log(), state.h_BHSD, D=self.D, backend=self._backend()
         )
         return x_BC + self._output(o_BHD, z_BC), GDNState(window, h_BHSD)
