@@ -7,6 +7,7 @@ R half of the rotary size, N any leading axes flattened.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hymo.kernels.attention import AttentionMask, build_mask
+from hymo.kernels.recurrence import HAS_TRITON
 
 
 class DocLayout(NamedTuple):
@@ -176,6 +178,14 @@ class CompilableBlock(nn.Module):
         self.checkpointing = "none"
 
     @property
+    def checkpointing(self) -> str:
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, mode: str) -> None:
+        self._checkpointing, self._kept = mode, kept_operators(mode)
+
+    @property
     def use_compile(self) -> bool | None:
         return self._use_compile
 
@@ -197,7 +207,7 @@ class CompilableBlock(nn.Module):
     def _body(self, *args: Any) -> Any:
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self._compute(*args)
-        context = functools.partial(create_selective_checkpoint_contexts, kept_operators(self.checkpointing))
+        context = functools.partial(create_selective_checkpoint_contexts, self._kept)
         return checkpoint(self._compute, *args, use_reentrant=False, context_fn=context)
 
     def _run(self, *args: Any) -> Any:
@@ -205,19 +215,29 @@ class CompilableBlock(nn.Module):
 
 
 def kept_operators(checkpointing: str) -> list[Any]:
-    """Operators whose results a recomputed forward pass takes from the first one."""
-    ops, aten = torch.ops, torch.ops.aten
-    kept = [ops.hymo.choose_experts.default]
+    """Operators whose results a recomputed forward pass takes from the first one.
+
+    Compiled FlexAttention outside of a compiled block is no operator to the one who keeps them: it runs again.
+    """
+    if checkpointing == "none":
+        return []
+    names, aten = ["choose_experts"], torch.ops.aten
+    kept: list[Any] = []
     if checkpointing == "selective":
+        if HAS_TRITON:
+            importlib.import_module("hymo.kernels.triton_op")  # registers the operator
+        names += ["grouped_linear", "recurrence"]
         # No bmm: the chunked recurrence changes the results of its batched products in place.
-        kept += [aten.mm.default, aten.addmm.default, aten._grouped_mm.default]
+        kept += [aten.mm.default, aten.addmm.default, torch.ops.higher_order.flex_attention]
         kept += [
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
         ]
-        kept += [aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default]
-        kept += [ops.hymo.recurrence_forward.default] if hasattr(ops.hymo, "recurrence_forward") else []
-    return kept
+    ours = torch.ops.hymo
+    # An operator that no imported module has registered is not in the block either.
+    return kept + [getattr(ours, name).default for name in names if hasattr(ours, name)]
 
 
 class SwiGLU(nn.Module):
