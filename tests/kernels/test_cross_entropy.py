@@ -99,14 +99,23 @@ def test_all_masked_is_zero_with_zero_gradients(announced):
     assert all((g == 0).all() for g in got)
 
 
-def test_a_masked_token_adds_nothing_to_the_sums_even_if_it_is_not_finite():
-    hidden, weight, labels = example(terms=1)
-    labels[0][3] = IGNORE
-    clean = linear_cross_entropy(hidden, weight, labels)[0]
-    poisoned = hidden[0].detach().clone()
-    poisoned[3] = torch.inf
-    with torch.no_grad():
-        assert torch.equal(linear_cross_entropy([poisoned], weight, labels)[0], clean)
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_masked_token_changes_no_sum_and_no_gradient_whatever_it_is(announced, value):
+    hidden, weight, labels = example()
+    for row in labels:
+        row[3] = IGNORE
+    poisoned = [h.detach().clone().index_fill_(0, torch.tensor(3), value).requires_grad_() for h in hidden]
+    term_weights = torch.tensor([0.7, 0.2])
+
+    def run(hidden):
+        ce, z = linear_cross_entropy(
+            hidden, weight, labels, term_weights_K=term_weights if announced else None, z_weight=0.03, rows=5
+        )
+        return ce, z, *grads((ce * term_weights).sum() + 0.03 * z, [*hidden, weight])
+
+    for a, b in zip(run(poisoned), run(hidden), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_bf16_accumulates_the_head_gradient_in_fp32():

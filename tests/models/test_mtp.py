@@ -1,5 +1,8 @@
 """Multi-token prediction: look-ahead, masks at document ends, the chain."""
 
+import math
+
+import pytest
 import torch
 
 from hymo.models.mtp import look_ahead
@@ -20,6 +23,19 @@ def test_an_embedding_of_another_document_gets_no_gradient():
     doc_ids = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
     look_ahead(embedded, doc_ids, 4, 2).sum().backward()
     assert embedded.grad[0, :, 0].tolist() == [0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_nothing_of_another_document_comes_through(value):
+    """Position 3 begins a document: only it and those after it may see its value, or send it a gradient."""
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    embedded = torch.arange(1.0, 7.0)[None, :, None]
+    embedded[0, 3] = value
+    embedded.requires_grad_()
+    ahead = look_ahead(embedded, doc_ids, 4, 1)
+    assert ahead[0, :, 0].tolist() == [2, 3, 0, 5]
+    (ahead * torch.tensor([1.0, 2.0, math.inf, 3.0])[:, None]).sum().backward()
+    assert embedded.grad[0, :, 0].tolist() == [0, 1, 2, 0, 3, 0]
 
 
 def test_the_chain_gives_one_hidden_state_a_depth(small_model, packed_batch):

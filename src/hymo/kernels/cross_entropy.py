@@ -55,7 +55,6 @@ def _chunk_terms(
     sums_C1 = exps_CV.sum(-1, keepdim=True)
     log_sums_C1 = sums_C1.log()
     lse_C1 = top_C1 + log_sums_C1
-    # where, not a product: a masked token's non-finite logits must not become 0 * inf.
     ce = torch.where(valid_C1, log_sums_C1 - picked_C1, 0).sum()
     z = torch.where(valid_C1, lse_C1.square(), 0).sum()
     if not needs_grad:
@@ -86,7 +85,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ce_sum = torch.zeros((), device=device)
             for start in range(0, hidden_ND.shape[0], rows):
                 chunk = slice(start, start + rows)
-                hidden_CD, labels_C = hidden_ND[chunk], labels_KN[k, chunk]
+                labels_C = labels_KN[k, chunk]
+                # Zero, not what stands there: a masked token's inf or NaN would be 0 * inf in the products below.
+                hidden_CD = hidden_ND[chunk].masked_fill((labels_C == IGNORE)[:, None], 0)
                 logits_CV = F.linear(hidden_CD, weight_VD)
                 z_of_k = z_weight if k == 0 else torch.zeros_like(z_weight)
                 ce, z, grad = chunk_terms(logits_CV, labels_C, term_weights_K[k], z_of_k, needs_grad)

@@ -37,7 +37,7 @@ def look_ahead(embedded_BLC: Tensor, doc_ids_BL: Tensor | None, length: int, k: 
     if doc_ids_BL is None:
         return ahead
     same = doc_ids_BL[:, k : k + length] == doc_ids_BL[:, :length]
-    return ahead * same[..., None].to(ahead.dtype)
+    return torch.where(same[..., None], ahead, 0)  # no product: inf or NaN there must not come through
 
 
 class MultiTokenPrediction(nn.Module):
