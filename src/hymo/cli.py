@@ -59,6 +59,14 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Every key of the configuration is an option as well: --section.key VALUE (hymo keys lists them)."
 
 
+def one_config(args: argparse.Namespace) -> str | None:
+    """CONFIG or --config FILE; both at once is a mistake."""
+    if args.config and args.config_file:
+        raise HyMoError(f"--config: found {args.config_file} beside {args.config}; accepted: one of the two")
+    chosen: str | None = args.config or args.config_file
+    return chosen
+
+
 def build_parser() -> Parser:
     parser = Parser(prog="hymo", description="Pretrain hybrid language models with Muon-family optimizers.")
     parser.add_argument("--version", action="version", version=f"hymo {__version__}")
@@ -144,7 +152,7 @@ def build_parser() -> Parser:
 def run_train(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.config_io import find_config
 
-    path = find_config(args.config or args.config_file)
+    path = find_config(one_config(args))
     if args.print_config:
         return print_config(path, overrides)
     from hymo.training.launch import train
@@ -184,10 +192,10 @@ def run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
 def run_generate(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.generate import generate_text
 
-    no_overrides(overrides, "generate")
     return generate_text(
         args.run_dir,
         args.prompt,
+        overrides,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -199,7 +207,7 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.config_io import find_config, load_config
     from hymo.plan import print_plan
 
-    config = load_config(find_config(args.config or args.config_file), overrides)
+    config = load_config(find_config(one_config(args)), overrides)
     return print_plan(config, rows=args.rows)
 
 
@@ -209,7 +217,7 @@ def run_bench_train(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.bench import train
     from hymo.config_io import find_config, load_config
 
-    config = load_config(find_config(args.config or args.config_file), overrides)
+    config = load_config(find_config(one_config(args)), overrides)
     return train.run(config, steps=args.steps, trace=Path(args.trace) if args.trace else None)
 
 

@@ -375,6 +375,14 @@ def faults_across(config: HyMoConfig) -> list[str]:
         f"model.mtp_depth = {m.mtp_depth}",
     )
     fault(any(w < 0 for w in m.mtp_weights), f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: numbers >= 0")
+    fault(m.gdn_erase != "none", f"model.gdn_erase: found {m.gdn_erase}; accepted: none (beta is not built yet)")
+    fault(
+        m.gdn_decay != "rank1", f"model.gdn_decay: found {m.gdn_decay}; accepted: rank1 (the others are not built yet)"
+    )
+    fault(
+        o.qk_clip is not None and m.qk_norm,
+        f"optimizer.qk_clip: found {o.qk_clip} with model.qk_norm; accepted: null, since the norm undoes any rescaling",
+    )
     fault(
         m.gdn_init == "log_heads" and m.gdn_max_decay is not None,
         f"model.gdn_init: found log_heads with model.gdn_max_decay {m.gdn_max_decay}; accepted: log_heads needs "

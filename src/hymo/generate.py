@@ -97,20 +97,31 @@ class TextStream:
         return piece
 
 
-def generate_text(path: str, prompt: str, *, max_tokens: int, temperature: float, top_p: float, seed: int) -> int:
+def generate_text(
+    path: str,
+    prompt: str,
+    overrides: Sequence[str] = (),
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> int:
     """``hymo generate``: stream a continuation of ``prompt`` and print tokens a second."""
     from hymo.runs import open_run
 
     check_sampling(temperature, top_p, max_tokens)
-    run = open_run(path)
+    run = open_run(path, overrides)
     ids = [int(i) for i in run.tokenizer.encode(prompt)]
     stream = TextStream(run.tokenizer, ids)
-    print(prompt, end="", flush=True)
     began, n = time.perf_counter(), 0
-    for token in generate(
+    tokens = generate(
         run.model, ids, max_tokens=max_tokens, context=run.config.training.seq_len, temperature=temperature,
         top_p=top_p, seed=seed, end_id=run.tokenizer.end_id,
-    ):  # fmt: skip
+    )  # fmt: skip
+    for token in tokens:
+        if n == 0:  # only now is it sure that the prompt is accepted
+            print(prompt, end="", flush=True)
         n += 1
         print(stream.push(token), end="", flush=True)
     seconds = time.perf_counter() - began

@@ -120,36 +120,6 @@ def parameter_table(config: HyMoConfig) -> Table:
     return table
 
 
-def schedule_rows(config: HyMoConfig) -> list[tuple[str, int, float, float, float]]:
-    """(what, update, factor, NorMuon's rate, AdamW's rate) at the updates where the schedule turns."""
-    s, o = config.scheduler, config.optimizer
-    scheduler = JointWSDScheduler(s)
-    assert s.total_steps is not None
-    warmup, decay, total = s.warmup_steps or 0, s.decay_steps or 0, s.total_steps
-    marks = {"first update": 1, "warm-up ends": warmup, "decay starts after": total - decay,
-             "half of the decay": total - decay + decay // 2, "last update": total}  # fmt: skip
-    rows = []
-    for what, update in marks.items():
-        if 1 <= update <= total:
-            factor = scheduler.get_factor(Step(update))
-            rows.append((what, update, factor, factor * o.muon_lr, factor * o.adamw_lr))
-    return rows
-
-
-def schedule_picture(config: HyMoConfig, width: int = 60, height: int = 8) -> list[str]:
-    """The factor over the run, drawn with characters."""
-    scheduler, total = JointWSDScheduler(config.scheduler), config.scheduler.total_steps or 1
-    updates = [max(1, round((i + 1) * total / width)) for i in range(width)]
-    levels = [round(scheduler.get_factor(Step(u)) * height) for u in updates]
-    lines = []
-    for row in range(height, 0, -1):
-        edge = "1.0 |" if row == height else "    |"
-        lines.append((edge + "".join("█" if level >= row else " " for level in levels)).rstrip())
-    lines.append("0.0 +" + "-" * width)
-    lines.append(f"     1{str(total).rjust(width - 1)}")
-    return lines
-
-
 def print_plan(config: HyMoConfig, *, rows: bool) -> int:
     """Print the plan; ``rows`` prints the partition parameter by parameter."""
     from hymo.models.init import describe
@@ -162,7 +132,7 @@ def print_plan(config: HyMoConfig, *, rows: bool) -> int:
     console.print(parameter_table(config))
     flops = flops_per_token(config.model, config.training.seq_len)
     console.print(
-        f"{flops / 1e9:.2f} GFLOP a token forward and backward at {config.training.seq_len} tokens (what MFU counts)"
+        f"{count(flops)} FLOP a token forward and backward at {config.training.seq_len} tokens (what MFU counts)"
     )
     for name, value in derived_values(config).items():
         console.print(f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else ""))
@@ -176,11 +146,13 @@ def print_plan(config: HyMoConfig, *, rows: bool) -> int:
     table = partition(model, config.optimizer)
     console.print("\nOptimizer partition\n" + (str(table) if rows else table.summary()), markup=False)
 
+    scheduler = JointWSDScheduler(config.scheduler)
     rates = Table("update", "", "factor", "NorMuon", "AdamW", title="Rates", title_justify="left")
-    for what, update, factor, muon, adamw in schedule_rows(config):
+    for update, what in scheduler.landmarks():
+        factor = scheduler.get_factor(Step(update))
+        muon, adamw = factor * config.optimizer.muon_lr, factor * config.optimizer.adamw_lr
         rates.add_row(f"{update:,}", what, f"{factor:.4f}", f"{muon:.3e}", f"{adamw:.3e}")
     console.print()
     console.print(rates)
-    for line in schedule_picture(config):
-        console.print(line, markup=False)
+    console.print(scheduler.picture(), markup=False)
     return 0

@@ -1,10 +1,12 @@
 """Run folders: names, what lies in them, opening one for evaluation or generation.
 
-RUN/config.yaml, RUN/metrics.jsonl, RUN/checkpoints/step-N/, RUN/latest.
+RUN/config.yaml, RUN/metrics.jsonl, RUN/checkpoints/step-N/, RUN/latest, and RUN/tokenizer.json where it is no byte one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,12 @@ from hymo.checkpoint.manifest import MANIFEST
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, read_yaml, to_dict, to_yaml
 from hymo.data.tokenize import Tokenizer, open_tokenizer
-from hymo.distributed import mesh
+from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo, build_hymo
 from hymo.training.flags import thread_optimization_flags
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer.json"
 
 # What a resumed run may change: where and how often things happen, not the mathematics.
 FREE_KEYS = {
@@ -37,9 +39,71 @@ FREE_KEYS = {
 FREE_SECTIONS = ("checkpoint", "logging")
 
 
-def next_run_dir(name: str, root: Path = Path("runs")) -> Path:
-    """The next free ``runs/NAME-N``."""
-    return root / f"{name}-{max(_run_numbers(name, root), default=0) + 1}"
+def reserve_run_dir(name: str, root: Path = Path("runs")) -> Path:
+    """Make the next free ``runs/NAME-N``; of two runs that start at once, each gets its own."""
+    while True:
+        folder = root / f"{name}-{max(_run_numbers(name, root), default=0) + 1}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise HyMoError(
+                f"--run-dir: {folder} cannot be made ({error.strerror}); accepted: another folder"
+            ) from None
+
+
+def check_run_dir(name: str) -> Path:
+    """The folder that --run-dir names; a remote address is refused, not made into a folder of that name."""
+    if "://" in name:
+        raise HyMoError(f"--run-dir: found {name}; accepted: a folder of this machine (remote addresses are not built)")
+    return Path(name)
+
+
+def make_run_dir(folder: Path) -> None:
+    """Make the folder of a run, or say why that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HyMoError(f"--run-dir: {folder} cannot be made ({error.strerror}); accepted: another folder") from None
+
+
+def forget_if_empty(folder: Path) -> None:
+    """Give a reserved name back when the run never began."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def with_absolute_paths(config: HyMoConfig) -> HyMoConfig:
+    """The same text and tokenizer from whatever folder the run is used later."""
+    d = config.data
+    source: list[Any] | None = None
+    if d.source is not None:
+        source = [
+            _absolute(entry) if isinstance(entry, str) else entry.model_copy(update={"path": _absolute(entry.path)})
+            for entry in d.source
+        ]
+    val = None if d.val is None else {name: [_absolute(path) for path in paths] for name, paths in d.val.items()}
+    tokenizer = d.tokenizer if d.tokenizer == "bytes" else _absolute(d.tokenizer)
+    return config.model_copy(
+        update={"data": d.model_copy(update={"source": source, "val": val, "tokenizer": tokenizer})}
+    )
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def keep_tokenizer(run_dir: Path, config: HyMoConfig) -> None:
+    """A copy of the tokenizer file in the run, so that the run can be used without the original."""
+    if config.data.tokenizer == "bytes" or not reduce.is_main() or (run_dir / TOKENIZER).exists():
+        return
+    name, _, _ = config.data.tokenizer.partition("#")
+    source = Path(name) / TOKENIZER if Path(name).is_dir() else Path(name)
+    temporary = run_dir / f".{TOKENIZER}.part"
+    shutil.copyfile(source, temporary)
+    temporary.replace(run_dir / TOKENIZER)
 
 
 def newest_run_dir(name: str, root: Path = Path("runs")) -> Path:
@@ -66,34 +130,41 @@ def write_config(run_dir: Path, config: HyMoConfig) -> None:
     temporary.replace(run_dir / CONFIG)
 
 
-def resumed_config(run_dir: Path, path: Path | None, overrides: Sequence[str]) -> HyMoConfig:
-    """The configuration a run goes on with.
+def resumed_config(
+    run_dir: Path, path: Path | None, overrides: Sequence[str]
+) -> tuple[HyMoConfig, dict[str, tuple[Any, Any]]]:
+    """The configuration a run goes on with, and what differs of the keys that may.
 
     Without a file, the run's own with the overrides on top. A key that changes the mathematics must be what it was.
     """
     before = load_config(run_dir / CONFIG)
     base = to_dict(before) if path is None else read_yaml(path)
-    after = build_config(merge(base, parse_overrides(overrides)))
-    changed = changed_keys(before, after)
+    after = with_absolute_paths(build_config(merge(base, parse_overrides(overrides))))
+    differing = changed_keys(before, after)
+    changed = {key: values for key, values in differing.items() if not _is_free(key)}
     if changed:
         lines = [f"{key}: the run has {old!r}, found {new!r}" for key, (old, new) in changed.items()]
         if any(key.startswith("scheduler.") for key in changed):
             lines.append("a longer run or another decay is a new run: hymo branch RUN --extend TOTAL, or --at STEP")
         raise HyMoError("\n".join([*lines, f"--resume {run_dir}: accepted: the values the run began with"]))
-    return after
+    return after, differing
 
 
 def changed_keys(before: HyMoConfig, after: HyMoConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys that change the mathematics and differ: key -> (before, after)."""
+    """Keys that differ: key -> (before, after)."""
     old, new = to_dict(before), to_dict(after)
-    changed = {}
-    for section in old:
-        if section in FREE_SECTIONS:
-            continue
-        for key in old[section]:
-            if key not in FREE_KEYS.get(section, ()) and old[section][key] != new[section][key]:
-                changed[f"{section}.{key}"] = (old[section][key], new[section][key])
-    return changed
+    return {
+        f"{section}.{key}": (old[section][key], new[section][key])
+        for section in old
+        for key in old[section]
+        if old[section][key] != new[section][key]
+    }
+
+
+def _is_free(key: str) -> bool:
+    """Whether a resumed run may change a key: it does not touch the mathematics."""
+    section, _, leaf = key.partition(".")
+    return section in FREE_SECTIONS or leaf in FREE_KEYS.get(section, ())
 
 
 @dataclass(frozen=True)
@@ -130,5 +201,12 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     model = build_hymo(config, device=device, seed=config.training.seed)
     store.load(checkpoint, {"model": model.state_dict()}, only=("model",))
     thread_optimization_flags(model, config.training, device)
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(_tokenizer_of(checkpoint, config))
     return OpenRun(config, model.eval(), tokenizer, device, checkpoint, manifest.step)
+
+
+def _tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
+    """The run's own copy of the tokenizer file where there is one, with the end token that the configuration names."""
+    copy = checkpoint.parent.parent / TOKENIZER
+    _, mark, end_token = config.data.tokenizer.partition("#")
+    return f"{copy}{mark}{end_token}" if copy.is_file() else config.data.tokenizer

@@ -195,9 +195,10 @@ def test_tensorboard_file_holds_the_same_numbers(small_config, tmp_path):
     assert {"val_bpb", "grad_norm", "lr_muon"} <= set(events.Tags()["scalars"])
 
 
-def test_profile_writes_a_trace(small_config, tmp_path):
-    Trainer(small_config, run_dir=tmp_path / "run", profile=(2, 4)).train()
-    (trace,) = (tmp_path / "run" / "profile").glob("steps-2-4*.json")
+@pytest.mark.parametrize("stop", [4, 40])
+def test_profile_writes_a_trace_also_where_the_run_ends_first(stop, small_config, tmp_path):
+    Trainer(small_config, run_dir=tmp_path / "run", profile=(2, stop)).train()
+    (trace,) = (tmp_path / "run" / "profile").glob(f"steps-2-{stop}*.json")
     assert json.loads(trace.read_text())["traceEvents"]
 
 
@@ -398,7 +399,7 @@ class Spike(PretrainingLoss):
 def test_spike_guard(policy, small_config, tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "SPIKE_WINDOW", 3)
     monkeypatch.setattr(recovery.Progress, "__init__", _short_window)
-    config = changed(small_config, training={"spike_guard": policy, "consecutive_nan_limit": 1})
+    config = changed(small_config, training={"spike_guard": policy})
     result = Trainer(config, loss=Spike(6), run_dir=tmp_path / "run").train()
     table = rows(tmp_path / "run")
     steps = [row["step"] for row in table]
@@ -407,11 +408,20 @@ def test_spike_guard(policy, small_config, tmp_path, monkeypatch):
     assert [row["skipped"] for row in table].count(True) == (policy != "off")
 
 
+def test_spikes_without_end_stop_the_run(small_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery.Progress, "spike_limit", lambda self: 0.0)
+    config = changed(small_config, training={"spike_guard": "skip", "consecutive_nan_limit": 2})
+    with pytest.raises(NotFiniteError, match="2 loss spikes in a row"):
+        Trainer(config, run_dir=tmp_path / "run").train()
+    assert [row["skipped"] for row in rows(tmp_path / "run")] == [True, True]
+
+
 def _short_window(self, step=0, attempt=0, position=0, tokens=0):
     from collections import deque
 
     self.step, self.attempt, self.position, self.tokens = step, attempt, position, tokens
-    self.skips_in_a_row, self.losses = 0, deque(maxlen=3)
+    self.skips_in_a_row = self.spikes_in_a_row = 0
+    self.losses = deque(maxlen=3)
 
 
 def test_rewind_goes_back_to_the_checkpoint_and_past_the_data(small_config, tmp_path):
@@ -426,3 +436,74 @@ def test_rewind_goes_back_to_the_checkpoint_and_past_the_data(small_config, tmp_
     now = store.flatten(recovery.tensors(trainer.model, trainer.optimizers))
     assert all(torch.equal(kept[k], now[k]) for k in kept)
     assert (trainer.step, trainer.progress.attempt, trainer.progress.position) == (2, 3, 12)
+
+
+# --------------------------------------------------------------------------------------------------- where things lie
+def test_a_run_can_be_used_from_another_folder_with_its_own_tokenizer(small_flags, tmp_path, monkeypatch, capsys):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=258, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["some text of no matter"], trainer)
+    (tmp_path / "here" / "text").mkdir(parents=True)
+    (tmp_path / "here" / "text" / "a.txt").write_text("x = 1\n" * 2000)
+    (tmp_path / "here" / "text" / "b.txt").write_text("y = 2\n" * 2000)
+    tokenizer.save(str(tmp_path / "here" / "t.json"))
+    monkeypatch.chdir(tmp_path / "here")
+    flags = [*small_flags[:-1], "--data.source=text", "--data.tokenizer=t.json", "--run-dir", "run"]
+    hymo("train", *flags, capsys=capsys)
+    monkeypatch.chdir(tmp_path)
+    hymo("eval", "here/run", capsys=capsys)
+    (tmp_path / "here" / "t.json").unlink()
+    out = hymo("generate", "here/run", "x", "--max-tokens", "3", "--training.device=cpu", capsys=capsys).out
+    assert out.startswith("x")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--run-dir", "s3://bucket/run"], "found s3://bucket/run; accepted: a folder of this machine"),
+        (["--run-dir", "/proc/no/run"], "/proc/no/run cannot be made"),
+        (["--profile", "50:60"], "--profile: found 50:60; accepted: updates up to 6"),
+        (["--config", "tiny"], "--config: found tiny beside tiny"),
+        (["--model.gdn_erase=beta"], "model.gdn_erase: found beta; accepted: none"),
+        (["--data.source=/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_more_that_is_refused_in_one_line(words, message, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = ["tiny"] if words[0] == "--config" else []
+    captured = hymo("train", *config, *small_flags, *words, code=2, capsys=capsys)
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*")) or [p.name for p in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_two_runs_that_start_at_once_get_a_folder_each(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hymo.runs import reserve_run_dir
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: reserve_run_dir("tiny", tmp_path), range(8)))
+    assert len(set(folders)) == 8
+
+
+def test_a_restart_by_torchrun_goes_on(finished, small_flags, tmp_path, monkeypatch, capsys):
+    run_dir, _ = finished
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    out = hymo("train", "--run-dir", str(run_dir), capsys=capsys).out
+    assert "resumed from" in out
+    assert "step-6: update 6, attempt 6; resume: bitwise" in out
+
+
+def test_a_changed_free_key_is_said_and_spoils_the_bits(finished, capsys):
+    run_dir, _ = finished
+    words = ["train", "--run-dir", str(run_dir), "--resume", "--training.micro_batch_size=4", "--logging.every=2"]
+    out = hymo(*words, capsys=capsys).out
+    assert "changed for this part of the run: training.micro_batch_size: 2 -> 4" in out
+    assert "resume: not bitwise (training.micro_batch_size)" in out

@@ -31,6 +31,9 @@ BRANCH = "branch.json"
 SET_BY_VERB = ("total_steps", "total_tokens", "warmup_steps", "warmup_frac", "stable_frac", "decay_steps", "decay_frac")
 """Keys of the scheduler that --at, --decay and --extend decide; the shape of the decay and its minimum may be given."""
 
+STATE_KEYS = ("experts", "normalize", "axis")
+"""Keys of the optimizer that decide which state tensors there are: a branch keeps the parent's."""
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -186,11 +189,18 @@ def _new_config(parent: _Parent, phases: Phases, overrides: Sequence[str]) -> Hy
         "total_steps": phases.total,
         "total_tokens": None,
         "warmup_steps": phases.W,
+        "warmup_frac": parent.config.scheduler.warmup_frac,
         "stable_frac": None,
         "decay_steps": phases.D,
         "decay_frac": parent.config.scheduler.decay_frac,  # what a later extension goes by
     }
     config = build_config(merge(merge(to_dict(parent.config), {"scheduler": schedule}), asked))
+    for key in STATE_KEYS:
+        old, new = getattr(parent.config.optimizer, key), getattr(config.optimizer, key)
+        if old != new:
+            raise HyMoError(
+                f"optimizer.{key}: found {new}; accepted: {old}, the parent's optimizer state is of that form"
+            )
     shapes = store.flatten({"model": build_hymo(config, device="meta").state_dict()})
     if other := store.difference(shapes, parent.record, only=("model",)):
         raise HyMoError(f"model: found another shape than the checkpoint's ({other}); accepted: the parent's model")

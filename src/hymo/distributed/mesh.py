@@ -28,6 +28,11 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun's elastic agent started this job again after a failure: it then goes on where it was."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def local_rank() -> int:
     """This process's number on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -42,7 +47,7 @@ def pick_device(name: str = "auto") -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank() >= torch.cuda.device_count():
-        raise RuntimeError(f"local rank {local_rank()} has no GPU: {torch.cuda.device_count()} visible on this host")
+        raise HyMoError(f"local rank {local_rank()} has no GPU: {torch.cuda.device_count()} visible on this host")
     return torch.device("cuda", local_rank())
 
 
@@ -77,7 +82,7 @@ def build_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
     size = world_size()
     if replicas < 1 or size % replicas:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        raise ValueError(f"training.replicas: found {replicas}, accepted with {size} processes: {divisors}")
+        raise HyMoError(f"training.replicas: found {replicas}, accepted with {size} processes: {divisors}")
     return init_device_mesh(device_type, (replicas, size // replicas), mesh_dim_names=(REPLICATE, SHARD))
 
 

@@ -75,7 +75,7 @@ def step_line(row: dict[str, Any], total_steps: int, eta: float) -> str:
     parts.append(f"data {row.get('data_wait', 0.0):.1%}")
     parts.append(f"ETA {duration(eta)}")
     if row.get("skipped"):
-        parts.append("SKIPPED (not finite)")
+        parts.append("SKIPPED")
     return " | ".join(parts)
 
 

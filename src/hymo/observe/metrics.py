@@ -82,15 +82,24 @@ class Throughput:
     def __init__(self) -> None:
         self.tokens = 0
         self.data_wait = 0.0
-        self._since = time.perf_counter()
+        self._since = self._before = time.perf_counter()
+        self._last = 0.0
 
     def add(self, tokens: int, data_wait: float) -> None:
+        """Count an attempt that has just ended."""
+        now = time.perf_counter()
         self.tokens += tokens
         self.data_wait += data_wait
+        self._last, self._before = tokens / max(now - self._before, 1e-9), now
+
+    def last(self) -> float:
+        """Tokens a second of the last attempt alone."""
+        return self._last
 
     def pause(self, seconds: float) -> None:
         """Leave out time spent evaluating or saving."""
         self._since += seconds
+        self._before += seconds
 
     def read(self) -> tuple[float, float]:
         """(tokens a second, share of the time that waited for data); starts anew."""

@@ -43,8 +43,15 @@ class StepProfiler:
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
         yield
-        if self._profile is not None and update >= stop - 1:
-            self._profile.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._folder / f"steps-{start}-{stop}-rank{reduce.rank()}.json"))
-            self._profile, self._steps = None, None
+        if update >= stop - 1:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, also where the run ends before STOP."""
+        if self._profile is None or self._steps is None or self._folder is None:
+            return
+        start, stop = self._steps
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._folder / f"steps-{start}-{stop}-rank{reduce.rank()}.json"))
+        self._profile, self._steps = None, None

@@ -28,7 +28,8 @@ class TensorBoard:
                 ["logging.tensorboard: found true without the package; accepted: pip install 'hymo[track]', or false"]
             ) from None
         # Rows after the resumed step are of an attempt that was lost: TensorBoard hides what it purges.
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)  # type: ignore[no-untyped-call]
+        purge = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():

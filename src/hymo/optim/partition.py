@@ -81,12 +81,12 @@ class Partition:
         for algorithm in sorted({row.algorithm for row in self.rows}, reverse=True):
             matrices, numel = self.count(algorithm)
             held = f"{matrices} matrices, " if algorithm != "adamw" else ""
-            lines.append(f"{algorithm}: {held}{numel / 1e6:,.1f} M parameters")
+            lines.append(f"{algorithm}: {held}{numel:,} parameters")
             totals: Counter[str] = Counter()
             for row in self.rows:
                 if row.algorithm == algorithm:
                     totals[row.reason] += row.numel
-            lines += [f"  {numel / 1e6:10,.2f} M  {reason}" for reason, numel in totals.most_common()]
+            lines += [f"  {numel:>15,}  {reason}" for reason, numel in totals.most_common()]
         return "\n".join(lines)
 
     def __str__(self) -> str:

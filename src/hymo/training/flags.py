@@ -43,9 +43,21 @@ def resolve_fsdp(flag: AutoBool, device: torch.device) -> bool:
     return (launched_by_torchrun() or device.type == "cuda") if flag == "auto" else bool(flag)
 
 
+def computing_precision(training: TrainingConfig, device: torch.device) -> str:
+    """The dtype of the computation: a model that is not sharded computes in its parameters' float32."""
+    if resolve_fsdp(training.fsdp, device):
+        return training.fsdp_mixed_precision
+    if device.type == "cuda" and training.fsdp_mixed_precision != "float32":
+        raise HyMoError(
+            f"training.fsdp: found false with training.fsdp_mixed_precision {training.fsdp_mixed_precision} on CUDA; "
+            "accepted: true (also on one GPU), or fsdp_mixed_precision float32"
+        )
+    return "float32"
+
+
 def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device: torch.device) -> dict[str, str]:
     """Push the flags onto the blocks; returns what was chosen, to be said once in the log."""
-    fused = resolve_fused_gdn(training.fused_gdn, device)
+    fused, precision = resolve_fused_gdn(training.fused_gdn, device), computing_precision(training, device)
     compiled = device.type == "cuda" if training.torch_compile_gdn == "auto" else bool(training.torch_compile_gdn)
     for module in model.modules():
         if isinstance(module, GatedDeltaNetBlock | MLABlock):
@@ -59,5 +71,5 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
         "recurrence": "triton" if fused else "chunked torch",
         "compile": "per block" if compiled else "off",
         "checkpointing": training.activation_checkpointing,
-        "experts": training.fsdp_mixed_precision if training.moe_mixed_precision else "float32",
+        "precision": precision + ("" if training.moe_mixed_precision else ", experts float32"),
     }

@@ -18,11 +18,16 @@ from hymo.observe.units import count
 from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
+    check_run_dir,
     find_checkpoint,
+    forget_if_empty,
+    keep_tokenizer,
+    make_run_dir,
     newest_run_dir,
-    next_run_dir,
     refuse_existing,
+    reserve_run_dir,
     resumed_config,
+    with_absolute_paths,
 )
 from hymo.training.flags import thread_optimization_flags
 from hymo.training.trainer import Trainer
@@ -42,25 +47,36 @@ def train(
     steps = None if profile is None else parse_range(profile)
     if init_from is not None and resume:
         raise HyMoError("--init-from: found beside --resume; accepted: one of the two")
-    name = path.stem
-    folder = Path(run_dir) if run_dir else newest_run_dir(name) if resume else next_run_dir(name)
-    goes_on = resume and (folder / CONFIG).is_file()
+    resume = resume or mesh.restarted_by_torchrun()
+    folder = check_run_dir(run_dir) if run_dir else newest_run_dir(path.stem) if resume else None
+    goes_on = resume and folder is not None and (folder / CONFIG).is_file()
     if goes_on:
-        config = resumed_config(folder, path if config_given else None, overrides)
+        assert folder is not None
+        config, freely_changed = resumed_config(folder, path if config_given else None, overrides)
     else:
-        config = load_config(path, overrides)
+        config, freely_changed = with_absolute_paths(load_config(path, overrides)), {}
+    if steps is not None and steps[0] > (config.scheduler.total_steps or 0):
+        raise HyMoError(f"--profile: found {profile}; accepted: updates up to {config.scheduler.total_steps}")
     mesh.init_distributed(config.training.device)
-    folder = Path(reduce.broadcast_object(str(folder)))
-    if not resume:
+    folder = Path(reduce.broadcast_object(str(folder or reserve_run_dir(path.stem))))
+    if not resume and run_dir:
         refuse_existing(folder)
-    trainer = Trainer(config, run_dir=folder, profile=steps)
+    try:
+        trainer = Trainer(config, run_dir=folder, profile=steps)
+    except BaseException:
+        forget_if_empty(folder)
+        raise
+    make_run_dir(folder)
     print_header(trainer, config, folder)
     store.prove_shared(folder)
     newest = store.latest_on_all_ranks(folder) if goes_on else None
+    for key, (old, new) in freely_changed.items():
+        trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
     if newest is not None:
         trainer.resume(newest)
     elif init_from is not None:
         trainer.init_from(find_checkpoint(init_from))
+    keep_tokenizer(folder, config)
     result = trainer.train()
     if result.stopped is None:
         print_sample(trainer, config)
@@ -89,8 +105,8 @@ def branch(
                 if decay is not None
                 else branching.extend(run, total or 0, at, overrides=overrides, run_dir=run_dir)
             )
-        except HyMoError as error:
-            problem = error
+        except (HyMoError, ValueError, OSError) as error:  # told to every rank, none waits
+            problem = HyMoError(str(error))
     made, problem = reduce.broadcast_object((made, problem))
     if problem is not None:
         raise problem

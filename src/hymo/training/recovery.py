@@ -40,6 +40,7 @@ class Progress:
     position: int = 0
     tokens: int = 0
     skips_in_a_row: int = 0
+    spikes_in_a_row: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_WINDOW))
 
     @property
@@ -52,10 +53,11 @@ class Progress:
             return None
         return statistics.fmean(self.losses) + SPIKE_SIGMAS * statistics.pstdev(self.losses)
 
-    def note(self, total_loss: float, *, is_update: bool) -> None:
+    def note(self, total_loss: float, *, is_update: bool, spike: bool) -> None:
         """Count the attempt just made; a loss that is not finite never enters the window."""
         self.step += is_update
-        self.skips_in_a_row = 0 if is_update else self.skips_in_a_row + 1
+        self.spikes_in_a_row = self.spikes_in_a_row + 1 if spike else 0
+        self.skips_in_a_row = 0 if is_update or spike else self.skips_in_a_row + 1
         if is_update and math.isfinite(total_loss):
             self.losses.append(total_loss)
 
@@ -129,10 +131,19 @@ def rewind(checkpoint: Path, model: HyMo, optimizers: Optimizers, progress: Prog
     progress.losses.extend(manifest.meta["losses"])
 
 
-def said_of_bits(before: Mapping[str, Any], device: torch.device, deterministic: bool) -> str:
+ROUNDING_KEYS = (
+    "micro_batch_size", "fsdp", "reshard", "replicas", "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
+    "activation_checkpointing",
+)  # fmt: skip
+"""Keys of ``training`` that a resumed run may change and that change the order of sums."""
+
+
+def said_of_bits(before: Mapping[str, Any], config: HyMoConfig, device: torch.device) -> str:
     """Whether what follows repeats the run bit for bit, and if not, why."""
     now = surroundings(device)
     differing = [key for key in now if now[key] != before[key]]
-    if device.type == "cuda" and not deterministic:
+    old, new = before["config"]["training"], to_dict(config)["training"]
+    differing += [f"training.{key}" for key in ROUNDING_KEYS if old.get(key) != new[key]]
+    if device.type == "cuda" and not config.training.deterministic:
         differing.append("training.deterministic is false")
     return "resume: bitwise" if not differing else f"resume: not bitwise ({', '.join(differing)})"

@@ -50,7 +50,7 @@ class Gradients:
     means_K: Tensor  # this rank's share of each cross entropy
     counts_NE: Tensor  # tokens each expert received on this rank, int64
     dropped_N: Tensor  # assignments dropped over capacity on this rank
-    entropy_N: Tensor  # router entropy, mean over micro-batches
+    entropy_N: Tensor  # router entropy times assignments, summed: filler weighs nothing
     logit_max_NH: Tensor | None  # largest attention logit by layer and head, where it is tracked
 
 
@@ -72,13 +72,13 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
         )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
-        sums = _add(sums, total.detach(), means_K, output, len(micro_batches))
+        sums = _add(sums, total.detach(), means_K, output)
     assert sums is not None
     return sums
 
 
-def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOutput, n: int) -> Gradients:
-    entropy_N = output.router_entropy_N.detach() / n
+def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOutput) -> Gradients:
+    entropy_N = output.router_entropy_N.detach() * output.expert_counts_NE.sum(1)
     logit_max = None if output.logit_max_NH is None else output.logit_max_NH.detach()
     if sums is None:
         return Gradients(
@@ -119,7 +119,7 @@ def attempt_update(
     gradients = accumulate_gradients(model, micro_batches, loss, valid_K)
     reduce.mean_replicated_gradients(model.parameters())
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
-    metrics = _loss_metrics(reduce.sum_across(gradients.total), reduce.sum_across(gradients.means_K))
+    metrics, counts_NE = _sum_over_ranks(gradients)
     spike = verdict.finite and spike_limit is not None and metrics["total_loss"] > spike_limit
     metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
     lr_muon, lr_adamw = (factor * rate for rate in optimizers.peak_rates)
@@ -128,13 +128,12 @@ def attempt_update(
         fsdp.drop_gradients(model)
         reason = f"loss spike, {metrics['total_loss']:.4f} above {spike_limit:.4f}" if spike else str(verdict)
         return replace(result, is_update=False, skipped=True, reason=reason, spike=spike)
+    # From here on nothing makes the host wait for the device: the next attempt's data can be fetched meanwhile.
     reduce.clip(model.parameters(), grad_clip, verdict.grad_norm)
     optimizers.set_factor(factor)
     optimizers.step()
     optimizers.zero_grad(set_to_none=True)
-    counts_NE = reduce.sum_across(gradients.counts_NE)
     model.update_gate_biases(counts_NE)
-    metrics |= _router_metrics(counts_NE, reduce.sum_across(gradients.dropped_N), gradients.entropy_N)
     if gradients.logit_max_NH is not None:
         logit_max_NH = reduce.max_across(gradients.logit_max_NH)
         optimizers.clip_qk(model, logit_max_NH)
@@ -142,23 +141,31 @@ def attempt_update(
     return result
 
 
-def _loss_metrics(total: Tensor, means_K: Tensor) -> dict[str, float]:
-    main, *further = means_K.tolist()
-    metrics = {"main_loss": main, "total_loss": float(total)}
-    return metrics | {f"mtp_{k}": value for k, value in enumerate(further, 1)}
+def _sum_over_ranks(g: Gradients) -> tuple[dict[str, float], Tensor]:
+    """All figures of an attempt in one all-reduce and one transfer: metrics, and the expert counts on the device."""
+    pieces = [g.total.reshape(1), g.means_K, g.dropped_N, g.entropy_N, g.counts_NE.flatten()]
+    packed = reduce.sum_across(torch.cat([piece.to(torch.float64) for piece in pieces]))  # counts are exact to 2^53
+    *figures, counts = packed.split([piece.numel() for piece in pieces])
+    counts_NE = counts.view_as(g.counts_NE)
+    load = counts_NE.amax(1) / counts_NE.mean(1).clamp(min=1)
+    rows = [*figures, load, counts.sum().reshape(1)]
+    numbers = _split(torch.cat(rows).tolist(), [row.numel() for row in rows])
+    (total,), (main, *further), dropped, entropy, load_N, (assignments,) = numbers
+    metrics = {"main_loss": main, "total_loss": total} | {f"mtp_{k}": value for k, value in enumerate(further, 1)}
+    if load_N:
+        metrics |= _router_metrics(sum(dropped), sum(entropy), load_N, assignments)
+    return metrics, counts_NE.to(torch.int64)
 
 
-def _router_metrics(counts_NE: Tensor, dropped_N: Tensor, entropy_N: Tensor) -> dict[str, float]:
+def _split(numbers: list[float], sizes: list[int]) -> list[list[float]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _router_metrics(dropped: float, entropy: float, load_N: list[float], assignments: float) -> dict[str, float]:
     """Load of the fullest expert over the mean (the worst layer's), dropped share of all assignments, mean entropy.
 
-    The counts are as routed, before any drop.
+    The assignments are as routed, before any drop.
     """
-    if counts_NE.numel() == 0:
-        return {}
-    counts = counts_NE.to(torch.float64)
-    load = counts.amax(1) / counts.mean(1).clamp(min=1)
-    return {
-        "expert_load_max": float(load.max()),
-        "dropped_share": float(dropped_N.sum() / counts.sum().clamp(min=1)),
-        "router_entropy": float(entropy_N.mean()),
-    }
+    n = max(assignments, 1.0)
+    return {"expert_load_max": max(load_N), "dropped_share": dropped / n, "router_entropy": entropy / n}

@@ -22,9 +22,8 @@ class StopRequest:
     notebook's worker) only the clock counts.
     """
 
-    def __init__(self, max_hours: float | None, device: torch.device):
+    def __init__(self, max_hours: float | None):
         self._deadline = None if max_hours is None else time.monotonic() + max_hours * 3600
-        self._device = device
         self._signal: int | None = None
         self._first_at = 0.0
         self._before: dict[int, object] = {}
@@ -58,8 +57,9 @@ class StopRequest:
         if self._signal is not None:
             code = self._signal
         if reduce.world_size() > 1:
-            # Signals are positive and the clock is negative: either on any rank stops all of them.
-            signals = reduce.max_across(torch.tensor([code, -code], device=self._device))
+            # Signals are positive and the clock is negative: either on any rank stops all of them. A CPU tensor goes by
+            # gloo, so that asking never waits for the GPU.
+            signals = reduce.max_across(torch.tensor([code, -code]))
             code = int(signals[0]) or -int(signals[1])
         if code == 0:
             return None

@@ -7,6 +7,8 @@ and writes what a person keeps.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from hymo.models.model import HyMo, build_hymo
 from hymo.observe.log import Log, step_line
 from hymo.observe.metrics import MetricsFile, Throughput, device_peak_flops, memory_bytes
 from hymo.observe.profile import StepProfiler
-from hymo.observe.trackers import open_trackers
+from hymo.observe.trackers import Tracker, open_trackers
+from hymo.observe.units import duration
 from hymo.observe.watchdog import Watchdog
 from hymo.optim.build import build_optimizers
 from hymo.plan import flops_per_token
@@ -37,8 +40,10 @@ from hymo.training.checks import check_data, check_deal, prepare_data
 from hymo.training.flags import make_deterministic, resolve_fsdp, thread_optimization_flags
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.scheduler import JointWSDScheduler, Step
-from hymo.training.step import TrainStepResult, attempt_update
+from hymo.training.step import TrainStepResult, attempt_update, train_step_result
 from hymo.training.stop import StopRequest
+
+__all__ = ["TrainResult", "Trainer", "train_step_result"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Trainer:
                 run_dir, asynchronous=c.asynchronous, keep=c.keep, keep_every=c.keep_every, protect=(self.decay_start,)
             )
         self._saved_moment: tuple[int, int] | None = None
-        self._save_took = 0.0
+        self._save_began = self._save_took = 0.0
         self._stream: BatchStream | None = None
         self.flops_per_token = flops_per_token(config.model, t.seq_len)
         self.peak_flops = device_peak_flops(self.device)
@@ -114,47 +119,74 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- the run
     def train(self) -> TrainResult:
         """Go on from where this trainer stands to the last update; evaluate, save and log on the way."""
-        metrics = self._open_metrics()
-        trackers = []
-        if self.run_dir is not None and reduce.is_main():
-            write_config(self.run_dir, self.config)
-            trackers = open_trackers(self.config.logging, self.run_dir, self.step)
         throughput, stopped, evaluation = Throughput(), None, {}
         began, began_step = time.perf_counter(), self.step
         self.log.start("train", self.total_steps, self.step)
-        stop = StopRequest(self.config.training.max_hours, self.device)
-        with stop, Watchdog(self.run_dir) as watchdog:
+        with (
+            self._records() as record,
+            StopRequest(self.config.training.max_hours) as stop,
+            Watchdog(self.run_dir) as watchdog,
+        ):
             while self.step < self.total_steps and not stopped:
                 watchdog.tick()
                 with self.profiler.step(self.step + 1):
                     result = self.train_step()
                 throughput.add(self.config.tokens_per_step, self.stream().wait_s)
-                row = self._row(result)
+                row = self._row(result) | {"tokens_per_s": throughput.last()}
+                eta = (self.total_steps - self.step) * (time.perf_counter() - began) / max(1, self.step - began_step)
                 if self._line_due(result):
                     row |= self._speed(throughput)
-                    eta = (
-                        (self.total_steps - self.step) * (time.perf_counter() - began) / max(1, self.step - began_step)
-                    )
                     self.log.line(step_line(row, self.total_steps, eta))
-                self.log.advance(self.step, f"loss {result.loss:.3f}")
-                self._record(metrics, trackers, row)
+                self.log.advance(self.step, f"loss {result.loss:.3f}, {duration(eta)} left")
+                record(row)
                 if result.skipped:
                     self._after_skip(result)
 
                 pause = time.perf_counter()
                 stopped = stop.reason()
-                if not stopped and result.is_update and self._evaluation_due():
-                    evaluation = self.evaluate()
-                    self._record(metrics, trackers, self._evaluation_row(evaluation))
-                    stopped = stop.reason()
+                watchdog.tick()
                 if stopped:
                     self._save_before_stop(stop)
                 elif result.is_update and self._checkpoint_due():
                     self.save()
+                if not stopped and result.is_update and self._evaluation_due():
+                    watchdog.tick()
+                    evaluation = self.evaluate()
+                    record(self._evaluation_row(evaluation))
                 self._hear_saves()
                 throughput.pause(time.perf_counter() - pause)
-        self._finish(stopped, metrics, trackers)
+        if stopped:
+            self.log.line(f"stopped by {stopped} after update {self.step}; go on with --resume")
         return TrainResult(self.step, self.last_checkpoint, evaluation, stopped)
+
+    @contextmanager
+    def _records(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """Open what is written while training, and close it however training ends; a save in flight is waited for."""
+        sinks: list[Tracker] = []
+        metrics = None
+        if self.run_dir is not None and reduce.is_main():
+            write_config(self.run_dir, self.config)
+            metrics = MetricsFile(self.run_dir / METRICS)
+            sinks = open_trackers(self.config.logging, self.run_dir, self.step)
+
+        def record(row: dict[str, Any]) -> None:
+            if metrics is not None:
+                metrics.write(row)
+            for sink in sinks:
+                sink.log(row["step"], {k: v for k, v in row.items() if k not in ("step", "attempt")})
+
+        try:
+            yield record
+        finally:
+            self.log.stop()
+            self.profiler.close()
+            if self.saver is not None:
+                self.saver.wait()
+                self._hear_saves()
+            self._restart_stream()
+            for closing in (metrics, *sinks):
+                if closing is not None:
+                    closing.close()
 
     def train_step(self) -> TrainStepResult:
         """One attempt: all micro-batches, then an update or a skip (see `hymo.training.step`)."""
@@ -166,7 +198,7 @@ class Trainer:
             factor=self.scheduler.get_factor(Step(p.step + 1)), grad_clip=self.config.training.grad_clip,
             spike_limit=None if self.config.training.spike_guard == "off" else p.spike_limit(),
         )  # fmt: skip
-        p.note(result.metrics["total_loss"], is_update=result.is_update)
+        p.note(result.metrics["total_loss"], is_update=result.is_update, spike=result.spike)
         return result
 
     def evaluate(self) -> dict[str, EvalResult]:
@@ -190,12 +222,11 @@ class Trainer:
         """Write a checkpoint of this moment; the folder appears whole or not at all. A failure is said, not raised."""
         if self.saver is None or self._saved_moment == self.progress.moment:
             return
-        began = time.perf_counter()
+        self._save_began = time.perf_counter()
         state = recovery.tensors(self.model, self.optimizers)
         meta = recovery.meta(self.config, self.progress, self.data.train, self.optimizers, self.device)
         self.saver.save(self.step, self.progress.attempt, state, meta)
         self._saved_moment = self.progress.moment
-        self._save_took = time.perf_counter() - began
         self._hear_saves()
 
     def resume(self, checkpoint: Path) -> None:
@@ -205,7 +236,7 @@ class Trainer:
         )
         self._restart_stream()
         self.last_checkpoint, self._saved_moment = checkpoint, self.progress.moment
-        how = recovery.said_of_bits(manifest.meta, self.device, self.config.training.deterministic)
+        how = recovery.said_of_bits(manifest.meta, self.config, self.device)
         self.log.line(f"resumed from {checkpoint}: update {self.step}, attempt {self.progress.attempt}; {how}")
 
     def init_from(self, checkpoint: Path) -> None:
@@ -230,22 +261,9 @@ class Trainer:
     def _hear_saves(self) -> None:
         for outcome in self.saver.outcomes() if self.saver is not None else ():
             if isinstance(outcome, Path):
-                self.last_checkpoint = outcome
+                self.last_checkpoint, self._save_took = outcome, time.perf_counter() - self._save_began
             else:
                 self.log.warn(str(outcome))
-
-    def _finish(self, stopped: str | None, metrics: MetricsFile | None, trackers: list[Any]) -> None:
-        if self.saver is not None:
-            self.saver.wait()
-            self._hear_saves()
-        self.log.stop()
-        if stopped:
-            self.log.line(f"stopped by {stopped} after update {self.step}; go on with --resume")
-        if self._stream is not None:
-            self._restart_stream()
-        for closing in (metrics, *trackers):
-            if closing is not None:
-                closing.close()
 
     # ------------------------------------------------------------------------------------------------- small decisions
     @property
@@ -296,15 +314,15 @@ class Trainer:
         """Say why; go back a checkpoint after a spike if asked; stop after too many in a row."""
         t, p = self.config.training, self.progress
         self.log.warn(f"attempt {p.attempt} skipped: {result.reason}")
+        kept = f"last good checkpoint: {self.last_checkpoint}" if self.last_checkpoint else "nothing was saved yet"
+        if p.spikes_in_a_row >= t.consecutive_nan_limit:
+            raise NotFiniteError(f"{p.spikes_in_a_row} loss spikes in a row ({result.reason}); {kept}")
         if result.spike:
             if t.spike_guard == "rewind" and self.last_checkpoint is not None:
                 recovery.rewind(self.last_checkpoint, self.model, self.optimizers, p)
                 self.log.line(f"back to {self.last_checkpoint}: update {p.step}; the data read since is left out")
             return
-        limit = t.consecutive_nan_limit if t.loss_nan_skip else 1
-        if p.skips_in_a_row >= limit:
-            self.log.stop()
-            kept = f"last good checkpoint: {self.last_checkpoint}" if self.last_checkpoint else "nothing was saved yet"
+        if p.skips_in_a_row >= (t.consecutive_nan_limit if t.loss_nan_skip else 1):
             raise NotFiniteError(f"{p.skips_in_a_row} attempts in a row were not finite ({result.reason}); {kept}")
 
     # ------------------------------------------------------------------------------------------------------------ rows
@@ -335,17 +353,6 @@ class Trainer:
         for name, result in evaluation.items():
             row |= {f"{name}_loss": result.val_loss, f"{name}_bpb": result.val_bpb}
         return row
-
-    def _record(self, metrics: MetricsFile | None, trackers: list[Any], row: dict[str, Any]) -> None:
-        if metrics is not None:
-            metrics.write(row)
-        for tracker in trackers:
-            tracker.log(row["step"], {k: v for k, v in row.items() if k not in ("step", "attempt")})
-
-    def _open_metrics(self) -> MetricsFile | None:
-        if self.run_dir is None or not reduce.is_main():
-            return None
-        return MetricsFile(self.run_dir / METRICS)
 
     # ---------------------------------------------------------------------------------- names of the design notes
     def _thread_optimization_flags(self) -> None:
