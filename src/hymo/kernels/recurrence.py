@@ -85,7 +85,8 @@ def gated_recurrence(
     chosen = resolve_backend(backend, v.device)
     if _DEBUG and max_log_decay is not None:
         check_bound(g, A_log, max_log_decay)
-    _last_backend = chosen
+    if not torch.compiler.is_compiling():  # torch 2.11 compiles no checkpointed block that sets a global
+        _last_backend = chosen
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     g, A_log = g.to(dtype), A_log.to(dtype)
     D, h0 = (x if x is None else x.to(dtype) for x in (D, h0))
