@@ -27,8 +27,8 @@ CASES = {
     "segment": (triton_forward.segment_kernel, False, {"REVERSE": False}, 0),
     "forward leaf": (triton_forward.forward_kernel, True, {"LEAF": True, **FORWARD}, 32),
     "forward dyadic": (triton_forward.forward_kernel, False, {"LEAF": False, **FORWARD}, 256),
-    "backward leaf": (triton_backward.backward_kernel, True, {"LEAF": True, **BACKWARD}, 640),
-    "backward dyadic": (triton_backward.backward_kernel, False, {"LEAF": False, **BACKWARD}, 1024),
+    "backward leaf": (triton_backward.backward_kernel, True, {"LEAF": True, **BACKWARD}, 320),
+    "backward dyadic": (triton_backward.backward_kernel, False, {"LEAF": False, **BACKWARD}, 512),
 }
 SIXTEEN_BIT = {f"{name}_ptr" for name in ("v", "b", "c", "o", "saved", "scratch", "do", "dv", "db", "dc")}
 
