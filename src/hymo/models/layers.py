@@ -68,6 +68,15 @@ def rotary_angles(positions_BT: Tensor, rope_dim: int, theta: float) -> tuple[Te
     return angles.cos(), angles.sin()
 
 
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, and no operation where it has it already.
+
+    Compiled by torch 2.11, an autograd.Function whose output is the result of an operation that returns its own input
+    (``to`` the same dtype, or one in place) has zero gradients, without a word.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _RotateFunction(torch.autograd.Function):
     """The rotation in place of one copy; its gradient is the rotation back."""
 
@@ -107,7 +116,7 @@ class _RMSNormFunction(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square() / x.shape[-1]
         rstd = torch.rsqrt(mean_square + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight32).to(x.dtype)
+        return narrow(x32 * rstd * weight32, x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -147,7 +156,7 @@ class _SwiGLUFunction(torch.autograd.Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate) * up  # not in place: see `narrow`
 
     @staticmethod
     def backward(ctx, grad):
