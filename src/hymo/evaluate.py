@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hymo.data.loader import EvalBatches, bits_per_byte
-from hymo.data.prepare import prepare
+from hymo.data.prepare import prepare, prepare_whole
 from hymo.distributed import reduce
+from hymo.errors import HyMoError
 from hymo.observe.units import count
 
 
@@ -33,14 +34,18 @@ class EvalResult:
 def evaluate(model: nn.Module, batches: EvalBatches, device: torch.device) -> EvalResult:
     """Go through a validation set once, in evaluation mode. Every rank runs the same number of forwards.
 
-    Expert counts of these forwards are not used: balancing sees training tokens alone (prime-rl#2953).
+    Only the main prediction is computed, whatever the look-ahead of the batches. Expert counts of these forwards are
+    not used: balancing sees training tokens alone (prime-rl#2953).
     """
     was_training = model.training
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
         b = batch.to(device)
-        output = model(b.tokens_BL, doc_ids_BL=b.doc_ids_BL, labels_KBT=b.labels_KBT, real_B=b.real_B)
+        length = b.labels_KBT.shape[-1]
+        output = model(
+            b.tokens_BL[:, :length], doc_ids_BL=b.doc_ids_BL[:, :length], labels_KBT=b.labels_KBT[:1], real_B=b.real_B
+        )
         nats += output.ce_sum_K[0].double()
     model.train(was_training)
     total = float(reduce.sum_across(nats))
@@ -49,26 +54,27 @@ def evaluate(model: nn.Module, batches: EvalBatches, device: torch.device) -> Ev
 
 
 def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[str]) -> int:
-    """``hymo eval``: print loss, bits per byte and perplexity of a run, on its validation text or on ``sources``."""
+    """``hymo eval``: print loss, bits per byte and perplexity on a run's validation sets, or on all of ``sources``.
+
+    Raises HyMoError where there is nothing to evaluate.
+    """
     from hymo.runs import open_run
 
     run = open_run(path, overrides)
-    if sources is None:
-        sets = prepare(run.config.data).val
-    else:
-        given = run.config.data.model_copy(update={"source": list(sources)})
-        data = prepare(given)
-        sets = {"val (held-out part of --data)": data.val["val"], "all but that": data.train}
-    t = run.config.training
+    t, data = run.config.training, run.config.data
+    sets = prepare(data).val if sources is None else {"data": prepare_whole(sources, data)}
+    if not sets:
+        raise HyMoError(f"{path}: its data has no held-out documents; accepted: --data PATH, other text to evaluate")
     for name, token_set in sets.items():
         batches = EvalBatches(
-            token_set, run.tokenizer.token_bytes, seq_len=t.seq_len, mtp_depth=run.config.model.mtp_depth,
-            batch_size=t.micro_batch_size, max_tokens=t.eval_tokens,
+            token_set, run.tokenizer.token_bytes, seq_len=t.seq_len, mtp_depth=0, batch_size=t.micro_batch_size,
+            rank=reduce.rank(), world_size=reduce.world_size(), max_tokens=t.eval_tokens if sources is None else None,
         )  # fmt: skip
         result = evaluate(run.model, batches, run.device)
-        print(
-            f"{name}: val_loss {result.val_loss:.4f} | val_bpb {result.val_bpb:.4f} | "
-            f"perplexity {result.perplexity:.2f} | "
-            f"{count(result.tokens)} tokens, {count(result.text_bytes)} bytes | step {run.step}"
-        )
+        if reduce.is_main():
+            print(
+                f"{name}: val_loss {result.val_loss:.4f} | val_bpb {result.val_bpb:.4f} | "
+                f"perplexity {result.perplexity:.2f} | "
+                f"{count(result.tokens)} tokens, {count(result.text_bytes)} bytes | step {run.step}"
+            )
     return 0

@@ -170,6 +170,16 @@ def test_evaluation_of_part_is_spread_over_the_set(stream):
     assert evaluation(stream.data, max_tokens=10**9).n_labels == evaluation(stream.data).n_labels
 
 
+def test_labels_and_bytes_of_a_set_are_counted_once(stream, monkeypatch):
+    first = evaluation(stream.data)
+    counts = first.n_labels, first.n_bytes
+    part = evaluation(stream.data, max_tokens=SEQ_LEN)
+    assert part.n_labels < counts[0]
+    monkeypatch.setattr("hymo.data.loader.windows", None)  # nothing can be read
+    again = evaluation(stream.data, batch_size=2)
+    assert (again.n_labels, again.n_bytes) == counts
+
+
 def test_bits_per_byte_is_exact_where_the_answer_is_known(stream):
     # A model that gives each of 260 tokens the same chance spends ln 260 a label; end tokens are labels without bytes.
     data, ev = stream.data, evaluation(stream.data)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,10 @@ class BatchStream:
         self.close()
 
 
+_COUNTS: WeakKeyDictionary[TokenSet, dict[tuple[int, int], tuple[int, float]]] = WeakKeyDictionary()
+"""Labels and bytes of evaluations by (seq_len, windows)."""
+
+
 class EvalBatches:
     """A whole validation set, or `max_tokens` evenly spread over it, for one rank; can be gone through again and again.
 
@@ -165,8 +169,16 @@ class EvalBatches:
         """UTF-8 bytes of the text that those labels spell, over all ranks (an end token spells none)."""
         return self._counts[1]
 
-    @cached_property
+    @property
     def _counts(self) -> tuple[int, float]:
+        """Counted once for a token set, not at each evaluation."""
+        known = _COUNTS.setdefault(self._token_set, {})
+        key = self._seq_len, self.n_windows
+        if key not in known:
+            known[key] = self._count()
+        return known[key]
+
+    def _count(self) -> tuple[int, float]:
         n_labels = n_bytes = 0
         for window in range(self.n_windows):
             labels = windows(self._token_set, [self._start(window)], self._seq_len, 0).labels_KBT.numpy()

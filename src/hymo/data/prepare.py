@@ -83,6 +83,18 @@ def prepare(config: DataSettings, progress: Progress | None = None) -> TokenData
     return TokenData(train, {name: one for name, one in val.items() if one.n_documents}, tokenizer)
 
 
+def prepare_whole(entries: Sequence[str], config: DataSettings, progress: Progress | None = None) -> TokenSet:
+    """All documents of files, folders or data sets as one token set, nothing held out. Raises DataError."""
+    tokenizer = open_tokenizer(config.tokenizer)
+    groups = [[entry] for entry in entries] if any(is_data_set(entry) for entry in entries) else [entries]
+    wanted = [_wanted(group, tokenizer, cache_folder(config.cache_dir), 1.0) for group in groups]
+    _build_missing(wanted, config.tokenizer, progress)
+    token_set = TokenSet(*(one.target / name for one in wanted for name in SETS))
+    if not token_set.n_documents:
+        raise DataError(f"{', '.join(entries)}: no documents; accepted: at least one")
+    return token_set
+
+
 def _wanted(entries: Sequence[str] | None, tokenizer: Tokenizer, root: Path, val_fraction: float) -> _Wanted:
     if entries is not None and len(entries) == 1 and is_data_set(entries[0]):
         return _Wanted(open_data_set(entries[0], tokenizer))
