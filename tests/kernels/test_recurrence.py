@@ -112,7 +112,7 @@ def test_refusals_name_what_was_found_and_what_is_accepted(changes, error, messa
         gated_recurrence(*arguments.values(), **options)
 
 
-def test_debug_mode_checks_the_stated_bound(monkeypatch):
+def test_debug_mode_checks_values_and_the_stated_bound(monkeypatch):
     inputs = make_inputs(1, 8, 1, 4, 4, dtype=torch.float32)
     monkeypatch.setattr(recurrence, "_DEBUG", True)
     inputs["A_log"] = torch.full((1, 4), 5.0).log()
@@ -120,6 +120,11 @@ def test_debug_mode_checks_the_stated_bound(monkeypatch):
     call(inputs, max_log_decay=5.0)
     with pytest.raises(ValueError, match=r"max_log_decay: stated 4.9, but the largest log-decay of a step is 5"):
         call(inputs, max_log_decay=4.9)
+    with pytest.raises(ValueError, match="doc_ids: found ids that decrease"):
+        call(inputs, doc_ids=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]]))
+    inputs["g"] = -inputs["g"]
+    with pytest.raises(ValueError, match=r"g: found -1\.0, accepted are gates >= 0"):
+        call(inputs)
 
 
 def test_document_ids_may_be_int32_or_int64():

@@ -66,7 +66,7 @@ def gated_recurrence(
         doc_ids: integers [B,T], non-decreasing along a row: the state restarts where they change. Tokens of a row's
             first document see h0, and the final state is that of its last document.
         return_state: also return the final state [B,H,S,D] in float32 (float64 for float64 inputs).
-        max_log_decay: a bound on ``g exp(A_log)`` that the caller vouches for (with HYMO_DEBUG=1 it is checked). A
+        max_log_decay: a bound on ``g exp(A_log)`` that the caller vouches for (HYMO_DEBUG=1 checks it, and the values of g and doc_ids). A
             small enough bound selects a cheaper form; None is right for any decay.
         backend: ``triton`` (a GPU), ``torch`` (chunked PyTorch, anywhere), ``loop`` (the definition), or ``auto``:
             triton on CUDA, torch elsewhere.
@@ -83,8 +83,8 @@ def gated_recurrence(
         raise NotImplementedError("beta: the delta rule is not built yet; pass None")
     check_arguments(v, b, c, g, A_log, D, h0, doc_ids, max_log_decay)
     chosen = resolve_backend(backend, v.device)
-    if _DEBUG and max_log_decay is not None:
-        check_bound(g, A_log, max_log_decay)
+    if _DEBUG:
+        check_values(g, A_log, doc_ids, max_log_decay)
     if not torch.compiler.is_compiling():  # torch 2.11 compiles no checkpointed block that sets a global
         _last_backend = chosen
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -205,8 +205,14 @@ def _runs_triton(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def check_bound(g_BTH: Tensor, A_log_HS: Tensor, max_log_decay: float) -> None:
-    """Raise if a step's log-decay is over the bound that the caller stated (waits for the device)."""
+def check_values(g_BTH: Tensor, A_log_HS: Tensor, doc_ids_BT: Tensor | None, max_log_decay: float | None) -> None:
+    """What HYMO_DEBUG=1 checks, waiting for the device: signs, the order of documents, and the bound stated."""
+    if (smallest := g_BTH.min().item()) < 0:
+        raise ValueError(f"g: found {smallest}, accepted are gates >= 0")
+    if doc_ids_BT is not None and (doc_ids_BT[:, 1:] < doc_ids_BT[:, :-1]).any().item():
+        raise ValueError("doc_ids: found ids that decrease along a row, accepted are rows that never decrease")
+    if max_log_decay is None:
+        return
     largest = (g_BTH.detach().amax((0, 1))[:, None] * A_log_HS.detach().exp()).max().item()
     if largest > max_log_decay * (1 + 1e-6):
         raise ValueError(f"max_log_decay: stated {max_log_decay}, but the largest log-decay of a step is {largest}")
