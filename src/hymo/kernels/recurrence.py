@@ -66,8 +66,8 @@ def gated_recurrence(
         doc_ids: integers [B,T], non-decreasing along a row: the state restarts where they change. Tokens of a row's
             first document see h0, and the final state is that of its last document.
         return_state: also return the final state [B,H,S,D] in float32 (float64 for float64 inputs).
-        max_log_decay: a bound on ``g exp(A_log)`` that the caller vouches for (HYMO_DEBUG=1 checks it, and the values of g and doc_ids). A
-            small enough bound selects a cheaper form; None is right for any decay.
+        max_log_decay: a bound on ``g exp(A_log)`` that the caller vouches for; a small enough bound selects a cheaper
+            form. None is right for any decay. HYMO_DEBUG=1 checks the bound and the values of g and doc_ids.
         backend: ``triton`` (a GPU), ``torch`` (chunked PyTorch, anywhere), ``loop`` (the definition), or ``auto``:
             triton on CUDA, torch elsewhere.
 
