@@ -198,7 +198,7 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     manifest = store.read_manifest(checkpoint)
     config = build_config(merge(manifest.meta["config"], parse_overrides(overrides)))
     device = mesh.init_distributed(config.training.device)
-    model = build_hymo(config, device=device, seed=config.training.seed)
+    model = build_hymo(config, device=device, initialise=False)  # the checkpoint has every parameter
     store.load(checkpoint, {"model": model.state_dict()}, only=("model",))
     thread_optimization_flags(model, config.training, device)
     tokenizer = open_tokenizer(_tokenizer_of(checkpoint, config))

@@ -480,6 +480,23 @@ def test_evaluation_between_updates_sees_the_new_weights(pool, reshard):
     assert max(pool(2, after_updates, reshard)) < 1e-5
 
 
+def gathered():
+    """What `gather_model` gives this rank: (device, all entries of the state equal one process's)."""
+    model = sharded()
+    model.layers[1].ffn.gate_bias.fill_(0.25)
+    copy = fsdp.gather_model(model)
+    with alone():
+        one = build_hymo(CONFIG, seed=3)
+    one.layers[1].ffn.gate_bias.fill_(0.25)
+    state, right = copy.state_dict(), one.state_dict()
+    device = next(copy.parameters()).device.type
+    return device, device == "meta" or all(torch.equal(state[name], right[name]) for name in right)
+
+
+def test_rank_0_alone_gets_the_gathered_model(pool):
+    assert pool(3, gathered) == [("cpu", True), ("meta", True), ("meta", True)]
+
+
 # --- with activation checkpointing and compilation, which come before sharding ---
 
 

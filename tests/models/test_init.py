@@ -161,3 +161,14 @@ def test_an_unknown_parameter_is_an_error(small_config):
 
 
 GOLDEN = [[0.71677536, -0.32424569], [-1.76652491, 0.31746709], [-0.04387854, -0.68029624]]
+
+
+def test_a_model_to_be_overwritten_draws_nothing_and_has_zero_buffers(small_config, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a parameter was drawn")
+
+    monkeypatch.setattr("hymo.models.model.initialize_", refuse)
+    model = build_hymo(small_config(tie_embeddings=True), initialise=False)
+    assert not any(p.is_meta for p in model.parameters())
+    assert model.head.weight is model.embedding.weight
+    assert all((buffer == 0).all() for buffer in model.buffers())

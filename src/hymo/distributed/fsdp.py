@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymo.distributed.mesh import SHARD, build_mesh, ensure_group, pick_device
-from hymo.distributed.reduce import is_distributed
+from hymo.distributed.reduce import is_distributed, is_main
 from hymo.errors import HyMoError
 from hymo.models.gdn import GatedDeltaNetBlock
 from hymo.models.init import Place, initialize_
@@ -196,17 +196,21 @@ def drop_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gather_model(model: HyMo) -> HyMo:
-    """An unsharded copy of a model on its device, for generation (a collective: every rank gathers every parameter).
+    """An unsharded copy of a model for rank 0, for generation (a collective: all ranks gather every parameter).
 
-    Returns the model itself where it is not sharded.
+    The other ranks keep nothing: they get a model on the meta device. Returns the model itself where it is not sharded.
     """
     if not isinstance(model, FSDPModule):
         return model
-    whole = build_hymo(model.config, device=next(model.parameters()).device)
+    device = next(model.parameters()).device if is_main() else "meta"
+    whole = build_hymo(model.config, device=device, initialise=False)
     source = model.state_dict()
     for name, tensor in whole.state_dict().items():
         value = source[name]
-        tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if is_main():
+            tensor.copy_(full)
+        del full  # before the next is gathered
     return whole.train(model.training)
 
 

@@ -251,11 +251,16 @@ class _Hidden(NamedTuple):
 
 
 def build_hymo(
-    config: HyMoConfig | ModelConfig, device: torch.device | str | None = None, seed: int | None = None
+    config: HyMoConfig | ModelConfig,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+    *,
+    initialise: bool = True,
 ) -> HyMo:
     """The model with fp32 parameters, built on the meta device, materialised on ``device`` (None: cpu), initialised.
 
-    ``seed`` None takes ``training.seed`` of a HyMoConfig, or 0. Device "meta" leaves it without storage.
+    ``seed`` None takes ``training.seed`` of a HyMoConfig, or 0. Device "meta" leaves it without storage. ``initialise``
+    False leaves the parameters as the memory was, for those who write all of them; the buffers are zero all the same.
     """
     model_config = config.model if isinstance(config, HyMoConfig) else config
     if seed is None:
@@ -266,5 +271,8 @@ def build_hymo(
         return model
     model.to_empty(device=device or "cpu")
     model.tie_weights()
-    initialize_(model, seed)
+    if initialise:
+        initialize_(model, seed)
+    for buffer in model.buffers():
+        buffer.zero_()
     return model
