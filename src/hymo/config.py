@@ -311,8 +311,8 @@ class LoggingConfig(Section):
 
     every: int = Field(10, ge=1)
     """updates between printed lines (metrics.jsonl has every attempt)"""
-    tensorboard: bool = False
-    """write TensorBoard files into the run folder"""
+    trackers: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_as_list)] = []
+    """where the numbers go beside metrics.jsonl: tensorboard, wandb (offline unless WANDB_MODE says otherwise)"""
     sample_tokens: int = Field(200, ge=0)
     """tokens of the sample printed at the end; 0 = none"""
     sample_prompt: str = "def "

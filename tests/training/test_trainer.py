@@ -18,6 +18,7 @@ from hymo.errors import HyMoError, NotFiniteError
 from hymo.observe.metrics import read_metrics
 from hymo.training import recovery
 from hymo.training.loss import PretrainingLoss
+from hymo.training.stop import StopRequest
 from hymo.training.trainer import Trainer
 
 
@@ -186,7 +187,7 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(small_config):
 def test_tensorboard_file_holds_the_same_numbers(small_config, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = changed(small_config, logging={"tensorboard": True})
+    config = changed(small_config, logging={"trackers": ["tensorboard"]})
     Trainer(config, run_dir=tmp_path / "run").train()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
@@ -507,3 +508,107 @@ def test_a_changed_free_key_is_said_and_spoils_the_bits(finished, capsys):
     out = hymo(*words, capsys=capsys).out
     assert "changed for this part of the run: training.micro_batch_size: 2 -> 4" in out
     assert "resume: not bitwise (training.micro_batch_size)" in out
+
+
+def test_wandb_offline_has_the_rows_and_goes_on_under_its_name(small_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = changed(small_config, logging={"trackers": ["wandb"]})
+    Trainer(config, run_dir=tmp_path / "run").train()
+    name = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
+    resumed = Trainer(config, run_dir=tmp_path / "run")
+    resumed.resume(tmp_path / "run" / "checkpoints" / "step-4")
+    resumed.train()
+    files = list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert files
+    assert any(b"val_bpb" in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("phase", ["start", "data", "evaluation"])
+def test_sigterm_in_any_phase_ends_well(phase, small_flags, tmp_path, monkeypatch, capsys):
+    """Before the first step nothing is saved and the shards are whole or absent; later the step is in a checkpoint."""
+    import hymo.training.trainer as module
+
+    def terminate_then(function):
+        def wrapped(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    target = {"start": "build_hymo", "data": "prepare_data", "evaluation": "evaluate"}[phase]
+    monkeypatch.setattr(module, target, terminate_then(getattr(module, target)))
+    monkeypatch.chdir(tmp_path)
+    out = hymo("train", *small_flags, "--run-dir", "run", capsys=capsys).out
+    if phase == "evaluation":
+        assert "stopped by SIGTERM after update 3" in out or "stopped by SIGTERM after update 4" in out
+        assert store.read_manifest(store.latest(tmp_path / "run")).step >= 3
+    else:
+        assert "stopped by SIGTERM before the first step" in out
+        assert not (tmp_path / "run" / "checkpoints").exists()
+    monkeypatch.undo()
+
+
+@pytest.mark.timeout(600)
+def test_a_long_record_with_skips_two_resumes_and_a_branch_is_one(small_flags, tmp_path, capsys):
+    """1,000 updates, read back with pandas and with TensorBoard's own reader: no attempt is missing or doubled."""
+    import pandas
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tiny_steps = ["--training.global_batch_size=1", "--training.micro_batch_size=1", "--training.seq_len=16"]
+    rare = ["--scheduler.total_steps=900", "--training.eval_every=300", "--checkpoint.every=200"]
+    config = load_config("tiny", [*small_flags, *tiny_steps, *rare, "--logging.trackers=[tensorboard]"])
+
+    def part(until, loss=None):
+        trainer = Trainer(config, run_dir=tmp_path / "run", loss=loss)
+        if store.latest(tmp_path / "run") is not None:
+            trainer.resume(store.latest(tmp_path / "run"))
+        return trainer.train(Until(trainer, until))
+
+    part(230, Poison(60))  # it counts in pairs of micro-batches: attempts 119 and 120 are skipped
+    part(430)  # goes on from 200 and makes 201 to 230 again
+    part(630)  # goes on from 400
+    words = ["--at", "600", "--decay", "400", "--run-dir", str(tmp_path / "b")]
+    hymo("branch", str(tmp_path / "run"), *words, capsys=capsys)
+    frame = pandas.read_json(tmp_path / "b" / "metrics.jsonl", lines=True)
+    steps = frame[frame.loss.notna()]
+    assert list(steps.attempt) == list(range(1, 1003))
+    done = steps[~steps.skipped.astype(bool)]
+    assert list(done.step) == list(range(1, 1001))
+    events = EventAccumulator(str(tmp_path / "b" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == list(range(601, 1001))
+
+
+class Until(StopRequest):
+    """Stops after an update, without saving before: like a kill between two saves."""
+
+    def __init__(self, trainer, update):
+        super().__init__(None)
+        self.trainer, self.update = trainer, update
+        trainer._save_before_stop = lambda stop: None
+
+    def reason(self):
+        return "a test" if self.trainer.step >= self.update else None
+
+
+def test_a_save_that_fails_is_said_and_tried_again(small_config, tmp_path, monkeypatch, capsys):
+    """A full disk stops nothing and tears nothing."""
+    from hymo.checkpoint import saver
+
+    real, calls = saver.store.save, []
+
+    def full_once(*args, **kwargs):
+        calls.append(args[1])
+        if len(calls) == 1:
+            raise store.CheckpointError("step 2 could not be saved: No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(saver.store, "save", full_once)
+    trainer = Trainer(small_config, run_dir=tmp_path / "run")
+    for _ in range(2):
+        trainer.train_step()
+    trainer.save()
+    assert trainer.last_checkpoint is None
+    assert "No space left on device" in capsys.readouterr().out
+    trainer.save()
+    assert store.read_manifest(trainer.last_checkpoint).step == 2

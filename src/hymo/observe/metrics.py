@@ -41,20 +41,33 @@ def jsonable(value: Any) -> Any:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one row an attempt, on disk when `write` returns to the system. Rank 0 alone writes."""
+    """``metrics.jsonl``: one row an attempt, on disk when `write` returns to the system. Rank 0 alone writes.
 
-    def __init__(self, path: Path):
+    What is there of later attempts than ``attempt`` is of steps that a resumed run does again, so it is cut off (by a
+    rewrite and a rename): no attempt is in the file twice, and none is missing.
+    """
+
+    def __init__(self, path: Path, attempt: int):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._repair()
+        self._cut_back(attempt)
         self._file = path.open("a", encoding="utf-8")
 
-    def _repair(self) -> None:
-        """Drop a last line that a killed process left without its end."""
-        if self.path.exists():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                self.path.write_bytes(data[: data.rfind(b"\n") + 1])
+    def _cut_back(self, attempt: int) -> None:
+        """Keep the rows up to an attempt; a last line that a killed process left without its end goes too."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row.get("attempt", 0) <= attempt:
+                kept.append(line + "\n")
+        temporary = self.path.with_name(f".{self.path.name}.part")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self.path)
 
     def write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(jsonable(row), allow_nan=False) + "\n")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hymo.config import ConfigError, LoggingConfig
+from hymo.config import ConfigError, HyMoConfig
+from hymo.config_io import to_dict
 
 
 class Tracker(Protocol):
@@ -17,29 +21,66 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row; of a list, each under its name and place."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            found |= {f"{name}/{i}": float(item) for i, item in enumerate(value)}
+        elif isinstance(value, (int, float)):
+            found[name] = float(value)
+    return found
+
+
 class TensorBoard:
     """Scalars into ``RUN/tensorboard``; a resumed run goes on in the same place."""
 
     def __init__(self, run_dir: Path, first_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                ["logging.tensorboard: found true without the package; accepted: pip install 'hymo[track]', or false"]
-            ) from None
-        # Rows after the resumed step are of an attempt that was lost: TensorBoard hides what it purges.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Rows after the resumed step are of attempts that are made again: TensorBoard hides what it purges.
         purge = first_step + 1 if first_step else None
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+        for name, value in numbers(values).items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
-def open_trackers(config: LoggingConfig, run_dir: Path, first_step: int) -> list[Tracker]:
-    """The trackers that the configuration asks for."""
-    return [TensorBoard(run_dir, first_step)] if config.tensorboard else []
+class WeightsAndBiases:
+    """Weights & Biases, offline unless WANDB_MODE says otherwise; a resumed run goes on under its name."""
+
+    def __init__(self, run_dir: Path, config: HyMoConfig):
+        import wandb
+
+        identity = run_dir / "wandb.json"
+        known = json.loads(identity.read_text()) if identity.exists() else {"id": uuid.uuid4().hex[:8]}
+        identity.write_text(json.dumps(known) + "\n")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "hymo"), id=known["id"], name=run_dir.name, dir=str(run_dir),
+            config=to_dict(config), resume="allow", mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(numbers(values) | {"step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_trackers(config: HyMoConfig, run_dir: Path, first_step: int) -> list[Tracker]:
+    """The trackers that ``logging.trackers`` names."""
+    found: list[Tracker] = []
+    for name in config.logging.trackers:
+        try:
+            board = TensorBoard(run_dir, first_step) if name == "tensorboard" else WeightsAndBiases(run_dir, config)
+        except ImportError:
+            line = (
+                f"logging.trackers: found {name} without its package; accepted: pip install 'hymo[track]', or another"
+            )
+            raise ConfigError([line]) from None
+        found.append(board)
+    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
@@ -30,6 +31,7 @@ from hymo.runs import (
     with_absolute_paths,
 )
 from hymo.training.flags import thread_optimization_flags
+from hymo.training.stop import Stopped, StopRequest
 from hymo.training.trainer import Trainer
 
 
@@ -57,12 +59,42 @@ def train(
         config, freely_changed = with_absolute_paths(load_config(path, overrides)), {}
     if steps is not None and steps[0] > (config.scheduler.total_steps or 0):
         raise HyMoError(f"--profile: found {profile}; accepted: updates up to {config.scheduler.total_steps}")
+    with StopRequest(config.training.max_hours) as stop:
+        try:
+            folder = start_and_train(
+                config, path.stem, folder, stop, resume=resume, goes_on=goes_on, changed=freely_changed,
+                init_from=init_from, profile=steps,
+            )  # fmt: skip
+        except Stopped as stopped:
+            if reduce.is_main():
+                print(f"stopped by {stopped} before the first step or after the last: nothing more was written")
+            return 0
+    if reduce.is_main():
+        print(f"run: {folder}")
+    mesh.shutdown()
+    return 0
+
+
+def start_and_train(
+    config: HyMoConfig,
+    name: str,
+    folder: Path | None,
+    stop: StopRequest,
+    *,
+    resume: bool,
+    goes_on: bool,
+    changed: Mapping[str, tuple[Any, Any]],
+    init_from: str | None,
+    profile: tuple[int, int] | None,
+) -> Path:
+    """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample."""
     mesh.init_distributed(config.training.device)
-    folder = Path(reduce.broadcast_object(str(folder or reserve_run_dir(path.stem))))
-    if not resume and run_dir:
+    fresh = folder is None
+    folder = Path(reduce.broadcast_object(str(folder or (reserve_run_dir(name) if reduce.is_main() else ""))))
+    if not resume and not fresh:
         refuse_existing(folder)
     try:
-        trainer = Trainer(config, run_dir=folder, profile=steps)
+        trainer = Trainer(config, run_dir=folder, profile=profile)
     except BaseException:
         forget_if_empty(folder)
         raise
@@ -70,19 +102,17 @@ def train(
     print_header(trainer, config, folder)
     store.prove_shared(folder)
     newest = store.latest_on_all_ranks(folder) if goes_on else None
-    for key, (old, new) in freely_changed.items():
+    for key, (old, new) in changed.items():
         trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
     if newest is not None:
         trainer.resume(newest)
     elif init_from is not None:
         trainer.init_from(find_checkpoint(init_from))
     keep_tokenizer(folder, config)
-    result = trainer.train()
+    result = trainer.train(stop)
     if result.stopped is None:
         print_sample(trainer, config)
-    trainer.log.line(f"run: {folder}")
-    mesh.shutdown()
-    return 0
+    return folder
 
 
 def branch(

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -15,11 +17,15 @@ from hymo.distributed import reduce
 IMPATIENT_S = 3.0
 
 
+class Stopped(BaseException):
+    """A stop was asked for while there was nothing to save yet: while a run starts, or after its last step."""
+
+
 class StopRequest:
     """Turns SIGTERM and SIGINT into a flag that is read between steps, so that the run can save first.
 
-    A second signal after 3 s ends the process at once. Signals reach the main thread only; elsewhere (a test, a
-    notebook's worker) only the clock counts.
+    Outside of `between_steps` there is nothing to save, and a signal raises `Stopped` at once. A second signal after
+    3 s ends the process. Signals reach the main thread only; elsewhere (a test, a notebook) only the clock counts.
     """
 
     def __init__(self, max_hours: float | None):
@@ -27,6 +33,16 @@ class StopRequest:
         self._signal: int | None = None
         self._first_at = 0.0
         self._before: dict[int, object] = {}
+        self._training = False
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """While steps run: signals wait to be asked for by `reason`."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -42,6 +58,8 @@ class StopRequest:
         now = time.monotonic()
         if self._signal is None:
             self._signal, self._first_at = number, now
+            if not self._training:
+                raise Stopped(signal.Signals(number).name)
         elif now - self._first_at >= IMPATIENT_S:
             os._exit(128 + number)
 

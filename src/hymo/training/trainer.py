@@ -117,14 +117,20 @@ class Trainer:
         self.profiler = StepProfiler(run_dir, profile)
 
     # ------------------------------------------------------------------------------------------------------- the run
-    def train(self) -> TrainResult:
-        """Go on from where this trainer stands to the last update; evaluate, save and log on the way."""
+    def train(self, stop: StopRequest | None = None) -> TrainResult:
+        """Go on from where this trainer stands to the last update; evaluate, save and log on the way.
+
+        ``stop``: one that listens already (`hymo train` has one from its start on); by default one of its own.
+        """
+        if stop is None:
+            with StopRequest(self.config.training.max_hours) as own:
+                return self.train(own)
         throughput, stopped, evaluation = Throughput(), None, {}
         began, began_step = time.perf_counter(), self.step
         self.log.start("train", self.total_steps, self.step)
         with (
             self._records() as record,
-            StopRequest(self.config.training.max_hours) as stop,
+            stop.between_steps(),
             Watchdog(self.run_dir) as watchdog,
         ):
             while self.step < self.total_steps and not stopped:
@@ -166,8 +172,8 @@ class Trainer:
         metrics = None
         if self.run_dir is not None and reduce.is_main():
             write_config(self.run_dir, self.config)
-            metrics = MetricsFile(self.run_dir / METRICS)
-            sinks = open_trackers(self.config.logging, self.run_dir, self.step)
+            metrics = MetricsFile(self.run_dir / METRICS, self.progress.attempt)
+            sinks = open_trackers(self.config, self.run_dir, self.step)
 
         def record(row: dict[str, Any]) -> None:
             if metrics is not None:
@@ -263,6 +269,7 @@ class Trainer:
             if isinstance(outcome, Path):
                 self.last_checkpoint, self._save_took = outcome, time.perf_counter() - self._save_began
             else:
+                self._saved_moment = None  # nothing of this moment is on the disk: the next save tries again
                 self.log.warn(str(outcome))
 
     # ------------------------------------------------------------------------------------------------- small decisions
@@ -338,6 +345,7 @@ class Trainer:
             "lr_adamw": result.lr_adamw,
             "tokens": self.progress.tokens,
             "skipped": result.skipped,
+            "skipped_share": 1 - self.step / self.progress.attempt,
             **further,
         }
 
