@@ -1,8 +1,13 @@
 """Document-masked attention against its definition, and no leak between documents."""
 
+import importlib.util
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask
 
+from hymo.kernels import attention as module
 from hymo.kernels.attention import attention, build_mask, choose_backend, max_logit
 
 DOC_IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [3] * 8], dtype=torch.int32)
@@ -72,3 +77,17 @@ def test_max_logit_leaves_filler_rows_out():
 def test_the_rule():
     assert choose_backend("cpu", True) == "sdpa"
     assert choose_backend("cuda", False) == "sdpa"
+    assert choose_backend("cuda", True) == ("flex" if importlib.util.find_spec("triton") else "sdpa")
+
+
+def test_the_block_mask_is_one_graph_for_all_batches_and_follows_the_rule(monkeypatch):
+    compiled = torch.compile(create_block_mask, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled_block_mask", lambda: compiled)
+    before = counters["stats"]["unique_graphs"]
+    for seed in range(3):
+        starts = torch.rand(2, 512, generator=torch.Generator().manual_seed(seed)) < 0.01
+        doc_ids = starts.cumsum(1).to(torch.int32)
+        allowed = torch.ones(512, 512, dtype=torch.bool).tril() & (doc_ids[:, :, None] == doc_ids[:, None, :])
+        blocks = allowed.unflatten(2, (4, 128)).unflatten(1, (4, 128)).any(4).any(2)
+        assert torch.equal(module._block_mask(doc_ids).to_dense()[:, 0].bool(), blocks)
+    assert counters["stats"]["unique_graphs"] == before + 1

@@ -1,6 +1,6 @@
 """Causal attention inside documents: softmax(scale q k^T) v, where a token sees earlier tokens of its own document.
 
-Back ends, chosen by rule and logged once:
+Back ends, chosen by the rule of ``choose_backend``:
 - ``sdpa``: torch's scaled_dot_product_attention. On a CPU always, with one mask a batch when documents are packed; on
   CUDA when a row is one document, or when Triton is missing.
 - ``flex``: compiled FlexAttention with a block mask; on CUDA when documents are packed, since it skips the blocks that
@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-logger = logging.getLogger(__name__)
 
 AttentionMask = Tensor | BlockMask | None
 """None: plain causal. Tensor: [B, 1, T, T], 0 where a query may look and -inf elsewhere (SDPA would turn a boolean mask
@@ -34,11 +31,9 @@ CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend
 
 @functools.cache
 def choose_backend(device_type: str, packed: bool) -> str:
-    """``sdpa`` or ``flex`` by the rule above; logged at the first question."""
+    """``sdpa`` or ``flex`` by the rule above, for a device and rows that are ``packed`` with documents or not."""
     has_triton = importlib.util.find_spec("triton") is not None
-    backend = "flex" if device_type == "cuda" and packed and has_triton else "sdpa"
-    logger.info("attention on %s with%s document masks: %s", device_type, "" if packed else "out", backend)
-    return backend
+    return "flex" if device_type == "cuda" and packed and has_triton else "sdpa"
 
 
 def build_mask(doc_ids_BT: Tensor | None) -> AttentionMask:
@@ -58,7 +53,13 @@ def _block_mask(doc_ids_BT: Tensor) -> BlockMask:
         return (query >= key) & (doc_ids_BT[b, query] == doc_ids_BT[b, key])
 
     batch, length = doc_ids_BT.shape
-    return create_block_mask(may_look, batch, None, length, length, device=doc_ids_BT.device)
+    return _compiled_block_mask()(may_look, batch, None, length, length, device=doc_ids_BT.device)
+
+
+@functools.cache
+def _compiled_block_mask():
+    """Eagerly it would build [B, T, T] tensors at every micro-batch; one graph a shape does not."""
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 @functools.cache
