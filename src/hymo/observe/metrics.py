@@ -10,25 +10,28 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peak in FLOP/s by a part of the device's name. An unknown device has no MFU: never a guess, and never the
-# figure with sparsity (fms-fsdp#89, Megatron-LM#1565).
+# Dense bf16 peak in FLOP/s by the whole name of a device as the driver gives it: by part of it an H100 NVL would be an
+# H100. An unknown device has no MFU: never a guess, and never the figure with sparsity (fms-fsdp#89, Megatron-LM#1565).
 PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "4090": 165e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
 }
 
 
 def device_peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known CUDA device, else None."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def jsonable(value: Any) -> Any:
@@ -85,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        rows[("eval" if "val_loss" in row and "loss" not in row else "step", row.get("attempt", len(rows)))] = row
+        rows[("step" if "loss" in row else "eval", row.get("attempt", len(rows)))] = row
     return sorted(rows.values(), key=lambda row: row.get("attempt", 0))
 
 
