@@ -56,6 +56,8 @@ def test_a_run_reads_a_built_set_with_its_tokenizer_alone(tmp_path, settings, bp
     source = write_jsonl(tmp_path / "a.jsonl")
     report = build([source], tmp_path / "out", vocab_size=400, workers=0)
     data = prepare(settings([tmp_path / "out"], tokenizer=report.tokenizer))
+    recorded = json.loads((tmp_path / "out/data.json").read_text())["tokenizer"]
+    assert recorded == data.train.tokenizer_name == data.tokenizer.name == "out"
     assert data.train.folder == tmp_path / "out" / "train"
     assert data.val["val"].n_documents > 0
     first = data.tokenizer.decode(data.train.document(0))

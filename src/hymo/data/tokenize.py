@@ -90,7 +90,9 @@ class FileTokenizer:
         self.backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of a document
         self.backend.no_padding()
         self.backend.no_truncation()
-        self.name = self.path.stem if self.path.stem != "tokenizer" else self.path.absolute().parent.name
+        self.name = self.path.stem
+        if self.name == "tokenizer":  # that of a data set is named like it, while it is built too
+            self.name = self.path.absolute().parent.name.removesuffix(".part")
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_id = _find_end(self.path, vocabulary, end_token)

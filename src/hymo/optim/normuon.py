@@ -146,7 +146,9 @@ def _check(group: Group) -> None:
         check_row_blocks(param.shape, group["row_blocks"], group_name(group, i))
     if group["scale"] == "grad_norm":
         warnings.warn(
-            "scale='grad_norm' multiplies the update by the gradient's norm: at lr 0.02 it barely trains", stacklevel=5
+            "scale='grad_norm' multiplies the update by the gradient's norm: a rate that fits another scale does not "
+            "fit it (in lab/LOG.md its best rate is 0.05, with a loss of 2.40; NorMuon's loss is 2.18)",
+            stacklevel=5,
         )
 
 
