@@ -238,3 +238,15 @@ def test_the_dropped_share_is_of_all_assignments():
     model, optimizers = make(config=config)
     result = attempt(model, optimizers, [batch(2)])
     assert 0.5 <= result.metrics["dropped_share"] < 0.6
+
+
+def test_router_entropy_is_of_the_real_tokens():
+    """A micro-batch of filler rows pulls it neither down nor up, and rows weigh by their tokens."""
+    four, filler = batch(4), batch(2, seed=1)
+    filler = Batch(
+        filler.tokens_BL, filler.doc_ids_BL, torch.full_like(filler.labels_KBT, -100), torch.tensor([False] * 2)
+    )
+    uneven = [rows_of(four, slice(0, 3)), rows_of(four, slice(3, 4)), filler]
+    whole, parts = (attempt(*make(), b).metrics["router_entropy"] for b in ([four], uneven))
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert 0.5 * math.log(4) < whole <= math.log(4)
