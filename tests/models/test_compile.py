@@ -8,9 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hymo.models.layers import document_layout
+from hymo.models.layers import document_layout, kept_operators
 from hymo.models.mla import MLABlock
-from hymo.models.moe import SAVED_BY_CHECKPOINT
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +109,10 @@ def test_a_checkpointed_block_reuses_the_chosen_experts(small_model, packed_batc
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.extend([1] if func in SAVED_BY_CHECKPOINT else [])
+            calls.extend([1] if func in kept_operators("block") else [])
             return func(*args, **(kwargs or {}))
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED_BY_CHECKPOINT)
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept_operators("block"))
     with Count():
         out, _ = checkpoint(block, x.requires_grad_(), layout, use_reentrant=False, context_fn=contexts)
         out.sum().backward()

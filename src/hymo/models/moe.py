@@ -214,7 +214,7 @@ class DeepSeekMoE(nn.Module):
 def choose_experts(scores_NE: Tensor, k: int) -> Tensor:
     """Ids of the k largest scores of each row, int64 [N, k], largest first; of equal scores the lower id.
 
-    An operator of its own, so that activation checkpointing can keep its result (``SAVED_BY_CHECKPOINT``).
+    An operator of its own, so that activation checkpointing can keep its result (``layers.kept_operators``).
     """
     return torch.sort(scores_NE, dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
@@ -222,11 +222,6 @@ def choose_experts(scores_NE: Tensor, k: int) -> Tensor:
 @choose_experts.register_fake
 def _(scores_NE, k):
     return scores_NE.new_empty((scores_NE.shape[0], k), dtype=torch.int64)
-
-
-SAVED_BY_CHECKPOINT = [torch.ops.hymo.choose_experts.default]
-"""For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a recomputed forward pass reuses the chosen
-experts, so that rounding cannot route a token elsewhere than the first time."""
 
 
 def _entropy(logits_NE: Tensor, real_N: Tensor | None) -> Tensor:

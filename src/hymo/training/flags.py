@@ -10,6 +10,7 @@ from torch import nn
 from hymo.config import AutoBool, TrainingConfig
 from hymo.distributed.mesh import launched_by_torchrun
 from hymo.errors import HyMoError
+from hymo.kernels.attention import choose_backend
 from hymo.kernels.recurrence import HAS_TRITON
 from hymo.models.gdn import GatedDeltaNetBlock
 from hymo.models.mla import MLABlock
@@ -69,6 +70,7 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
             module.use_mixed_precision = training.moe_mixed_precision
     return {
         "recurrence": "triton" if fused else "chunked torch",
+        "attention": choose_backend(device.type, packed=True),
         "compile": "per block" if compiled else "off",
         "checkpointing": training.activation_checkpointing,
         "precision": precision + ("" if training.moe_mixed_precision else ", experts float32"),
