@@ -155,6 +155,24 @@ def test_impossible_combinations_name_a_key(flags, key):
     assert any(line.startswith(key) and "accepted" in line for line in found), found
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--optimizer.adamw_betas=[1.5, 0.9]"], "optimizer.adamw_betas: found 1.5; accepted: a number < 1.0"),
+        (["--optimizer.betas=[0.95]"], "optimizer.betas: found (0.95,); accepted: as many values as the default has"),
+        (["--model.norm_eps=.inf"], "model.norm_eps: found inf; accepted: a finite number"),
+        (["--optimizer.muon_lr=.nan"], "optimizer.muon_lr: found nan; accepted: a finite number"),
+        (["--model.dim=10000000000"], "model.dim: found 10000000000; accepted: a number <= 1000000"),
+        (["--model.gdn_decay=scalar"], "model.gdn_decay: found scalar; accepted: rank1 (the others are not built yet)"),
+        (["--data.val={val: [x]}"], "data.val: found a set named val"),
+        (["--optimizer.qk_clip=50", "--model.qk_norm=true"], "optimizer.qk_clip: found 50.0 with model.qk_norm"),
+    ],
+)
+def test_values_that_cannot_be(flags, line):
+    (found,) = faults(flags)
+    assert found.startswith(line)
+
+
 def test_rivals_put_each_other_aside_and_disagreement_is_refused():
     config = load_config(None, ["--scheduler.total_tokens=1_000_000"])
     assert config.scheduler.total_steps == 1_000_000 // 4096

@@ -217,6 +217,8 @@ def run_bench_train(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.bench import train
     from hymo.config_io import find_config, load_config
 
+    if args.steps < 2:
+        raise HyMoError(f"--steps: found {args.steps}; accepted: a whole number >= 2")
     config = load_config(find_config(one_config(args)), overrides)
     return train.run(config, steps=args.steps, trace=Path(args.trace) if args.trace else None)
 
@@ -249,6 +251,10 @@ def run_data_build(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.data.overview import build_command
 
     no_overrides(overrides, "data build")
+    if not 0 < args.val_fraction < 1:
+        raise HyMoError(f"--val-fraction: found {args.val_fraction}; accepted: a number above 0 and below 1")
+    if args.workers is not None and args.workers < 0:
+        raise HyMoError(f"--workers: found {args.workers}; accepted: a whole number >= 0 (0 = in this process)")
     return build_command(
         args.sources,
         args.out,

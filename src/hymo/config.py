@@ -1,6 +1,6 @@
 """The typed configuration: one frozen pydantic model per section, and the checks across sections.
 
-A key's docstring is its description in ``hymo train --help``, in the documentation and in the shipped YAML files.
+A key's docstring is its description in ``hymo keys``, in the documentation and in the shipped YAML files.
 Reading files and flags is in ``config_io.py``. Nothing here imports torch, so that ``hymo --help`` answers at once.
 """
 
@@ -26,7 +26,9 @@ class ConfigError(HyMoError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _as_tuple(value: Any) -> Any:
@@ -37,18 +39,19 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, (str, dict)) else value
 
 
-Betas = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_as_tuple)]
 Weights = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 
 
 class ModelConfig(Section):
     """Shape of the model. The defaults are the production shape, 1,133.7 M parameters of which 440.1 M are active."""
 
-    dim: int = Field(896, ge=1)
+    dim: int = Field(896, ge=1, le=1_000_000)
     """width of the residual stream"""
-    n_layers: int = Field(32, ge=1)
+    n_layers: int = Field(32, ge=1, le=10_000)
     """blocks of the trunk"""
-    vocab_size: int = Field(65536, ge=2)
+    vocab_size: int = Field(65536, ge=2, le=2**31)
     """rows of the embedding and of the head; at least the tokenizer's"""
     tie_embeddings: bool = False
     """the head uses the embedding's weight"""
@@ -162,7 +165,7 @@ class OptimizerConfig(Section):
 class SchedulerConfig(Section):
     """Warm-up, stable, decay. Whole numbers: S = N - W - D."""
 
-    total_steps: int | None = Field(None, ge=1)
+    total_steps: int | None = Field(None, ge=1, le=10**12)
     """updates N of the run (57,220 where neither this nor total_tokens is given)"""
     total_tokens: int | None = Field(None, ge=1)
     """instead of total_steps: the tokens of the run"""
@@ -218,7 +221,7 @@ class TrainingConfig(Section):
     """sequences of one forward and backward on one rank"""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     """null = ceil(ceil(global_batch_size / ranks) / micro_batch_size); given, it is checked against that"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """of the parameters and of the data order"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda where there is one"""
@@ -288,7 +291,7 @@ class DataConfig(Section):
     val: dict[str, list[str]] | None = None
     """further validation sets by name: {NAME: [paths]}"""
     cache_dir: str | None = None
-    """where token shards are built; null = $HYMO_CACHE or ~/.cache/hymo"""
+    """where token shards are built; null = $HYMO_CACHE, or ~/.cache/hymo"""
 
 
 class CheckpointConfig(Section):
@@ -375,6 +378,10 @@ def faults_across(config: HyMoConfig) -> list[str]:
         f"model.mtp_depth = {m.mtp_depth}",
     )
     fault(any(w < 0 for w in m.mtp_weights), f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: numbers >= 0")
+    fault(
+        config.data.val is not None and "val" in config.data.val,
+        "data.val: found a set named val; accepted: other names, val is what is held out of data.source",
+    )
     fault(m.gdn_erase != "none", f"model.gdn_erase: found {m.gdn_erase}; accepted: none (beta is not built yet)")
     fault(
         m.gdn_decay != "rank1", f"model.gdn_decay: found {m.gdn_decay}; accepted: rank1 (the others are not built yet)"

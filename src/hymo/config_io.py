@@ -46,7 +46,9 @@ def _read_yaml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"]) from None
     except YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {' '.join(str(error).split())}"]) from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError([f"{where}: not YAML: {str(problem).splitlines()[0]}"]) from None
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError([f"{path}: found a {type(data).__name__}; accepted: sections {', '.join(SECTIONS)}"])
@@ -157,8 +159,13 @@ def _fault_line(fault: Any) -> str:
         return _unknown_key(loc, found)
     if kind in ("value_error", "assertion_error"):
         message = fault["msg"].removeprefix("Value error, ")
-        return message if loc and message.startswith(f"{loc[0]}.") else f"{key}: {message}"
-    return f"{key}: found {found!r}; accepted: {_accepted(loc, kind, ctx, fault['msg'])}"
+        return message if message.split(".")[0] in SECTIONS else f"{key}: {message}"
+    return f"{key}: found {_short(found)}; accepted: {_accepted(loc, kind, ctx, fault['msg'])}"
+
+
+def _short(value: Any, most: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _unknown_key(loc: list[str], found: Any) -> str:
@@ -177,7 +184,7 @@ def _unknown_key(loc: list[str], found: Any) -> str:
         hint = f"did you mean {'.'.join([*inside, near[0]])}?"
     else:
         hint = f"accepted: {', '.join(known)}"
-    return f"{where}: unknown key (found {found!r}); {hint}"
+    return f"{where}: unknown key (found {_short(found)}); {hint}"
 
 
 def _accepted(loc: list[str], kind: str, ctx: Mapping[str, Any], message: str) -> str:
@@ -196,7 +203,8 @@ def _accepted(loc: list[str], kind: str, ctx: Mapping[str, Any], message: str) -
         return f"a number {sign} {ctx[name]}"
     types = {"int_type": "a whole number", "float_type": "a number", "bool_type": "true or false",
              "string_type": "text", "list_type": "a list", "tuple_type": "a list", "model_type": "a section of keys",
-             "dict_type": "a section of keys", "missing": "a value"}  # fmt: skip
+             "dict_type": "a section of keys", "missing": "as many values as the default has",
+             "finite_number": "a finite number"}  # fmt: skip
     return types.get(kind, message[:1].lower() + message[1:])
 
 

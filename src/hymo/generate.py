@@ -45,7 +45,7 @@ def generate(
 
     The prompt is read at once; every further token costs one step of the recurrence and one row of latent attention.
     """
-    check_sampling(temperature, top_p, max_tokens)
+    check_sampling(temperature, top_p, max_tokens, seed)
     if not prompt:
         raise HyMoError("prompt: found no tokens; accepted: at least one")
     if len(prompt) >= context:
@@ -65,10 +65,12 @@ def generate(
             logits_BV = model.decode(token_B.to(device), cache)
 
 
-def check_sampling(temperature: float, top_p: float, max_tokens: int) -> None:
+def check_sampling(temperature: float, top_p: float, max_tokens: int, seed: int) -> None:
     """Refuse what cannot be sampled with, in one line."""
-    if not temperature >= 0 or temperature == float("inf"):
-        raise HyMoError(f"--temperature: found {temperature}; accepted: a number >= 0 (0 = greedy)")
+    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
+        raise HyMoError(f"--temperature: found {temperature}; accepted: 0 (greedy), or from 0.001 to 1000")
+    if not 0 <= seed < 2**63:
+        raise HyMoError(f"--seed: found {seed}; accepted: a whole number from 0, below 2^63")
     if not 0 < top_p <= 1:
         raise HyMoError(f"--top-p: found {top_p}; accepted: a number above 0 and at most 1")
     if max_tokens < 1:
@@ -110,10 +112,11 @@ def generate_text(
     """``hymo generate``: stream a continuation of ``prompt`` and print tokens a second."""
     from hymo.runs import open_run
 
-    check_sampling(temperature, top_p, max_tokens)
+    check_sampling(temperature, top_p, max_tokens, seed)
     run = open_run(path, overrides)
     ids = [int(i) for i in run.tokenizer.encode(prompt)]
     stream = TextStream(run.tokenizer, ids)
+    shown = prompt.encode("utf-8", "replace").decode("utf-8")  # what came in as other bytes cannot be printed
     began, n = time.perf_counter(), 0
     tokens = generate(
         run.model, ids, max_tokens=max_tokens, context=run.config.training.seq_len, temperature=temperature,
@@ -121,7 +124,7 @@ def generate_text(
     )  # fmt: skip
     for token in tokens:
         if n == 0:  # only now is it sure that the prompt is accepted
-            print(prompt, end="", flush=True)
+            print(shown, end="", flush=True)
         n += 1
         print(stream.push(token), end="", flush=True)
     seconds = time.perf_counter() - began

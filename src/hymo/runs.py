@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,12 @@ def refuse_existing(run_dir: Path) -> None:
         raise HyMoError(f"--run-dir: {run_dir} exists already; accepted: --resume to go on with it, or another name")
 
 
+def refuse_foreign(run_dir: Path) -> None:
+    """--resume goes on with a run or starts one in an empty folder, never among other files."""
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())) and not (run_dir / CONFIG).is_file():
+        raise HyMoError(f"--run-dir: {run_dir} holds files and no run; accepted: the folder of a run, or an empty one")
+
+
 def write_config(run_dir: Path, config: HyMoConfig) -> None:
     """Write RUN/config.yaml whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -187,6 +194,9 @@ def find_checkpoint(path: str | Path) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     newest = store.latest(folder)
+    damaged = sorted(set(store.list_checkpoints(folder, whole=False)) - set(store.list_checkpoints(folder)))
+    for path in damaged:
+        print(f"warning: {path} is damaged and left out", file=sys.stderr)
     if newest is None:
         raise HyMoError(f"{path}: holds no whole checkpoint; accepted: a run folder, or one of its checkpoints/step-N")
     return newest
@@ -196,6 +206,8 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     """Load the model of a run or checkpoint onto this machine's device, in evaluation mode."""
     checkpoint = find_checkpoint(path)
     manifest = store.read_manifest(checkpoint)
+    if "config" not in manifest.meta:
+        raise HyMoError(f"{checkpoint}: holds no configuration; accepted: a checkpoint that hymo train wrote")
     config = build_config(merge(manifest.meta["config"], parse_overrides(overrides)))
     device = mesh.init_distributed(config.training.device)
     model = build_hymo(config, device=device, initialise=False)  # the checkpoint has every parameter

@@ -134,8 +134,9 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("HYMO_CACHE", raising=False)
     assert cache_folder(None) == Path.home() / ".cache" / "hymo"
     assert cache_folder(str(tmp_path)) == tmp_path
-    monkeypatch.setenv("HYMO_CACHE", str(tmp_path / "wins"))
-    assert cache_folder(str(tmp_path)) == tmp_path / "wins"
+    monkeypatch.setenv("HYMO_CACHE", str(tmp_path / "env"))
+    assert cache_folder(None) == tmp_path / "env"
+    assert cache_folder(str(tmp_path)) == tmp_path  # what is said for this run wins
 
 
 def test_errors(tmp_path, settings):

@@ -612,3 +612,58 @@ def test_a_save_that_fails_is_said_and_tried_again(small_config, tmp_path, monke
     assert "No space left on device" in capsys.readouterr().out
     trainer.save()
     assert store.read_manifest(trainer.last_checkpoint).step == 2
+
+
+def test_damaged_checkpoints_are_said_and_never_begun_over(finished, capsys):
+    run_dir, _ = finished
+    newest, *others = sorted(store.list_checkpoints(run_dir), reverse=True)
+    for path in (newest, *others):
+        (file,) = path.glob("*.distcp")
+        file.write_bytes(file.read_bytes()[:-9])
+        if path == newest:
+            out = hymo("train", "--run-dir", str(run_dir), "--resume", capsys=capsys).out
+            assert f"warning: {newest} is damaged and left out" in out
+            newest_again = store.latest(run_dir)
+            (again,) = newest_again.glob("*.distcp")
+            again.write_bytes(again.read_bytes()[:-9])
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    refused = hymo("train", "--run-dir", str(run_dir), "--resume", code=2, capsys=capsys)
+    assert "all damaged" in refused.err
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "RUN", "x", "--temperature", "1e-40"], "--temperature: found 1e-40"),
+        (["generate", "RUN", "x", "--top-p", "0"], "--top-p: found 0.0"),
+        (["generate", "RUN", "x", "--seed", "99999999999999999999999"], "--seed: found 99999999999999999999999"),
+        (["generate", "RUN", ""], "prompt: found no tokens"),
+        (["train", "--init-from", "nowhere"], "nowhere: no such run or checkpoint"),
+        (["bench", "train", "--steps", "0"], "--steps: found 0"),
+        (["data", "build", "x", "--out", "y", "--val-fraction", "7"], "--val-fraction: found 7.0"),
+        (["data", "build", "x", "--out", "y", "--workers", "-3"], "--workers: found -3"),
+    ],
+)
+def test_nonsense_is_one_line(words, message, finished, tmp_path, monkeypatch, capsys):
+    run_dir, _ = finished
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    captured = hymo(*[str(run_dir) if word == "RUN" else word for word in words], code=2, capsys=capsys)
+    assert message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    assert not captured.out
+
+
+def test_resume_never_starts_among_other_files(small_flags, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    refused = hymo("train", *small_flags, "--resume", "--run-dir", str(tmp_path / "mine"), code=2, capsys=capsys)
+    assert "holds files and no run" in refused.err
+
+
+def test_a_prompt_of_odd_bytes_is_shown_as_far_as_it_can_be(finished, capsys):
+    run_dir, _ = finished
+    capsys.readouterr()
+    out = hymo("generate", str(run_dir), "a\udcff", "--max-tokens", "2", capsys=capsys).out
+    assert out.startswith("a?")

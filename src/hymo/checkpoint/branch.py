@@ -55,7 +55,12 @@ class Branch:
 def read_branch(run_dir: str | os.PathLike) -> Branch | None:
     """Where a run was branched from, or None for a run that began at update 0."""
     file = Path(run_dir) / BRANCH
-    return Branch(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Branch(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise HyMoError(f"{file}: cannot be read ({error}); accepted: as hymo branch wrote it") from None
 
 
 def branch(

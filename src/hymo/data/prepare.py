@@ -133,8 +133,8 @@ def _build(source: Source, wanted: _Wanted, tokenizer: str, progress: Progress) 
 
 
 def cache_folder(configured: str | None) -> Path:
-    """HYMO_CACHE if set, else the configured folder, else ~/.cache/hymo."""
-    return Path(os.environ.get("HYMO_CACHE") or configured or "~/.cache/hymo").expanduser().absolute()
+    """The configured folder, else HYMO_CACHE, else ~/.cache/hymo."""
+    return Path(configured or os.environ.get("HYMO_CACHE") or "~/.cache/hymo").expanduser().absolute()
 
 
 def _entries(source: Sequence[Any] | None) -> tuple[dict[str, str] | None, dict[str, Fraction] | None]:

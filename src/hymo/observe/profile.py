@@ -22,7 +22,7 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 class StepProfiler:
-    """Records updates START to STOP - 1 into RUN/profile/steps-START-STOP.json."""
+    """Records updates START to STOP - 1 into RUN/profile/steps-START-STOP-rankN.json."""
 
     def __init__(self, run_dir: Path | None, steps: tuple[int, int] | None):
         self._folder = None if run_dir is None else run_dir / "profile"

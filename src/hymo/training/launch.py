@@ -26,6 +26,7 @@ from hymo.runs import (
     make_run_dir,
     newest_run_dir,
     refuse_existing,
+    refuse_foreign,
     reserve_run_dir,
     resumed_config,
     with_absolute_paths,
@@ -49,6 +50,7 @@ def train(
     steps = None if profile is None else parse_range(profile)
     if init_from is not None and resume:
         raise HyMoError("--init-from: found beside --resume; accepted: one of the two")
+    weights = None if init_from is None else find_checkpoint(init_from)
     resume = resume or mesh.restarted_by_torchrun()
     folder = check_run_dir(run_dir) if run_dir else newest_run_dir(path.stem) if resume else None
     goes_on = resume and folder is not None and (folder / CONFIG).is_file()
@@ -63,7 +65,7 @@ def train(
         try:
             folder = start_and_train(
                 config, path.stem, folder, stop, resume=resume, goes_on=goes_on, changed=freely_changed,
-                init_from=init_from, profile=steps,
+                init_from=weights, profile=steps,
             )  # fmt: skip
         except Stopped as stopped:
             if reduce.is_main():
@@ -84,15 +86,15 @@ def start_and_train(
     resume: bool,
     goes_on: bool,
     changed: Mapping[str, tuple[Any, Any]],
-    init_from: str | None,
+    init_from: Path | None,
     profile: tuple[int, int] | None,
 ) -> Path:
     """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample."""
     mesh.init_distributed(config.training.device)
     fresh = folder is None
     folder = Path(reduce.broadcast_object(str(folder or (reserve_run_dir(name) if reduce.is_main() else ""))))
-    if not resume and not fresh:
-        refuse_existing(folder)
+    if not fresh:
+        (refuse_foreign if resume else refuse_existing)(folder)
     try:
         trainer = Trainer(config, run_dir=folder, profile=profile)
     except BaseException:
@@ -101,14 +103,16 @@ def start_and_train(
     make_run_dir(folder)
     print_header(trainer, config, folder)
     store.prove_shared(folder)
-    newest = store.latest_on_all_ranks(folder) if goes_on else None
+    newest = newest_checkpoint(folder, trainer) if goes_on else None
     for key, (old, new) in changed.items():
         trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
     if newest is not None:
         trainer.resume(newest)
     elif init_from is not None:
-        trainer.init_from(find_checkpoint(init_from))
+        trainer.init_from(init_from)
     keep_tokenizer(folder, config)
+    if trainer.step >= trainer.total_steps:
+        trainer.log.line(f"this run has made all of its {trainer.total_steps} updates; hymo branch makes a longer one")
     result = trainer.train(stop)
     if result.stopped is None:
         print_sample(trainer, config)
@@ -152,6 +156,20 @@ def branch(
         return 0
     path = made / CONFIG
     return train(path, [], run_dir=str(made), resume=True, init_from=None, profile=None, config_given=False)
+
+
+def newest_checkpoint(folder: Path, trainer: Trainer) -> Path | None:
+    """The newest whole checkpoint; damaged ones are said. If all are, the run is not begun anew over them."""
+    newest = store.latest_on_all_ranks(folder)
+    damaged = sorted(set(store.list_checkpoints(folder, whole=False)) - set(store.list_checkpoints(folder)))
+    for path in damaged:
+        trainer.log.warn(f"{path} is damaged and left out")
+    if newest is None and damaged:
+        raise HyMoError(
+            f"--resume: found {len(damaged)} checkpoints in {folder}, all damaged (hymo inspect says how); accepted: "
+            "a run with a whole one, or another --run-dir to start again"
+        )
+    return newest
 
 
 def print_header(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:

@@ -37,7 +37,13 @@ from hymo.plan import flops_per_token
 from hymo.runs import METRICS, write_config
 from hymo.training import recovery
 from hymo.training.checks import check_data, check_deal, prepare_data
-from hymo.training.flags import make_deterministic, resolve_fsdp, thread_optimization_flags
+from hymo.training.flags import (
+    computing_precision,
+    make_deterministic,
+    resolve_fsdp,
+    resolve_fused_gdn,
+    thread_optimization_flags,
+)
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.scheduler import JointWSDScheduler, Step
 from hymo.training.step import TrainStepResult, attempt_update, train_step_result
@@ -84,10 +90,13 @@ class Trainer:
         self.log = Log()
         if t.deterministic:
             make_deterministic()
-        self.data = data if data is not None else prepare_data(config, self.log)
-        check_data(config, self.data, self.log)
+        # What needs no data is checked before the first text is read.
+        resolve_fused_gdn(t.fused_gdn, self.device)
+        computing_precision(t, self.device)
         self.deal = Deal(t.global_batch_size, reduce.world_size(), t.micro_batch_size)
         check_deal(config, self.deal, self.log)
+        self.data = data if data is not None else prepare_data(config, self.log)
+        check_data(config, self.data, self.log)
 
         self.sharded = resolve_fsdp(t.fsdp, self.device)
         if model is None:  # under FSDP2 no rank ever holds the whole model
