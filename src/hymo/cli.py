@@ -97,6 +97,7 @@ def build_parser() -> Parser:
 
     plan = verbs.add_parser("plan", help="before launch: parameters, initialisation, partition, rates")
     add_config(plan)
+    plan.add_argument("--gpus", type=int, default=1, metavar="N", help="also what each of N ranks holds and sends")
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
     plan.set_defaults(run=run_plan, parser=plan)
 
@@ -208,7 +209,9 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.plan import print_plan
 
     config = load_config(find_config(one_config(args)), overrides)
-    return print_plan(config, rows=args.rows)
+    if not 1 <= args.gpus <= 100_000:
+        raise HyMoError(f"--gpus: found {args.gpus}; accepted: a whole number from 1 to 100000")
+    return print_plan(config, rows=args.rows, gpus=args.gpus)
 
 
 def run_bench_train(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -5,15 +5,23 @@ What counts as a FLOP is said in `flops_per_token`; MFU everywhere uses it.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from hymo.config import HyMoConfig, ModelConfig
 from hymo.config_io import derived_values
-from hymo.observe.units import count
+from hymo.data.loader import Deal
+from hymo.observe.units import count, size
 from hymo.training.scheduler import JointWSDScheduler, Step
+
+if TYPE_CHECKING:
+    from hymo.models.model import HyMo
+    from hymo.optim.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,36 @@ def parameter_table(config: HyMoConfig) -> Table:
     return table
 
 
-def print_plan(config: HyMoConfig, *, rows: bool) -> int:
-    """Print the plan; ``rows`` prints the partition parameter by parameter."""
+def sharding_lines(config: HyMoConfig, model: HyMo, table: Partition, gpus: int) -> list[str]:
+    """What each of ``gpus`` ranks holds and sends under FSDP2, by arithmetic: no activations, no gathered weights."""
+    from hymo.distributed.fsdp import placements
+    from hymo.optim.build import plan_step
+
+    placed = placements(model, gpus)
+    kinds = Counter(where for _, _, where in placed)
+    sizes = {name: math.prod(shape) for name, shape, _ in placed}
+    whole = sum(sizes[name] for name, _, where in placed if where == "replicate")
+    cut = sum(sizes.values()) - whole
+    state = {"adamw": 8, "normuon": 4, "muon": 4}  # bytes a parameter: two moments, or one momentum
+    kept = sum(row.numel * state[row.algorithm] for row in table)
+    share = cut / gpus + whole
+    gathered = 2 if config.training.fsdp_mixed_precision == "bfloat16" else 4
+    sent = cut * (2 * gathered + 4) * (gpus - 1) / gpus
+    deal = Deal(config.training.global_batch_size, gpus, config.training.micro_batch_size)
+    lines = [
+        f"placements: {', '.join(f'{n} parameters {where}' for where, n in kinds.most_common())}",
+        f"a rank holds {size(4 * share)} of parameters, {size(4 * share)} of gradients, {size(kept / gpus)} of "
+        "optimizer state (activations and gathered weights come on top)",
+        f"a rank runs {deal.n_micro_batches} micro-batches of {config.training.micro_batch_size} an update"
+        + (f", {deal.padded_share:.1%} of them filler" if deal.padded_share else ""),
+        f"a rank sends {size(sent)} for the weights and gradients of a micro-batch (reshard: layer), or of a whole "
+        "update (reshard: step)",
+    ]
+    return [*lines, *str(plan_step(table, gpus, config.optimizer, itemsize=gathered)).splitlines()]
+
+
+def print_plan(config: HyMoConfig, *, rows: bool, gpus: int) -> int:
+    """Print the plan; ``rows``: the partition parameter by parameter; ``gpus`` above 1: what ranks hold and send."""
     from hymo.models.init import describe
     from hymo.models.model import build_hymo
     from hymo.optim.partition import partition
@@ -145,6 +181,11 @@ def print_plan(config: HyMoConfig, *, rows: bool) -> int:
     console.print(starts)
     table = partition(model, config.optimizer)
     console.print("\nOptimizer partition\n" + (str(table) if rows else table.summary()), markup=False)
+
+    if gpus > 1:
+        console.print(f"\nOver {gpus} ranks")
+        for line in sharding_lines(config, model, table, gpus):
+            console.print(line, markup=False)
 
     scheduler = JointWSDScheduler(config.scheduler)
     rates = Table("update", "", "factor", "NorMuon", "AdamW", title="Rates", title_justify="left")
