@@ -254,8 +254,8 @@ def run_data_build(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.data.overview import build_command
 
     no_overrides(overrides, "data build")
-    if not 0 < args.val_fraction < 1:
-        raise HyMoError(f"--val-fraction: found {args.val_fraction}; accepted: a number above 0 and below 1")
+    if not 0 <= args.val_fraction < 1:
+        raise HyMoError(f"--val-fraction: found {args.val_fraction}; accepted: a number from 0 (none) to below 1")
     if args.workers is not None and args.workers < 0:
         raise HyMoError(f"--workers: found {args.workers}; accepted: a whole number >= 0 (0 = in this process)")
     return build_command(

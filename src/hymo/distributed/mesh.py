@@ -93,7 +93,7 @@ def new_gloo_group(timeout_s: float = FIRST_TIMEOUT_S) -> ProcessGroup | None:
     """
     if not is_distributed():
         return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # type: ignore[return-value]
 
 
 def shutdown() -> None:
