@@ -31,11 +31,6 @@ class Block:
         """View of this block in a tensor laid out like the parameter (or with one column: [..., m, 1])."""
         return tensor[self.start : self.stop] if self.expert is None else tensor[self.expert, self.start : self.stop]
 
-    def of_columns(self, tensor: Tensor) -> Tensor:
-        """View [1, n] of this block in a tensor [..., blocks, n] with one row a block."""
-        rows = slice(self.index, self.index + 1)
-        return tensor[rows] if self.expert is None else tensor[self.expert, rows]
-
 
 def check_row_blocks(shape: Sequence[int], row_blocks: RowBlocks | None, name: str) -> None:
     """Raise ValueError unless `shape` is [m, n] or [E, m, n] and the row blocks add up to m."""
