@@ -25,7 +25,7 @@ from hymo.errors import HyMoError
 from hymo.models.model import HyMo, build_hymo
 from hymo.training.flags import thread_optimization_flags
 
-CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer.json"
+CONFIG, METRICS, TOKENIZER, SAMPLES = "config.yaml", "metrics.jsonl", "tokenizer.json", "samples.jsonl"
 
 # What a resumed run may change: where and how often things happen, not the mathematics.
 FREE_KEYS = {

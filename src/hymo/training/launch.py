@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hymo.observe.units import count
 from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
+    SAMPLES,
     check_run_dir,
     find_checkpoint,
     forget_if_empty,
@@ -115,7 +117,7 @@ def start_and_train(
         trainer.log.line(f"this run has made all of its {trainer.total_steps} updates; hymo branch makes a longer one")
     result = trainer.train(stop)
     if result.stopped is None:
-        print_sample(trainer, config)
+        print_sample(trainer, config, folder)
     return folder
 
 
@@ -181,8 +183,8 @@ def print_header(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:
     )
 
 
-def print_sample(trainer: Trainer, config: HyMoConfig) -> None:
-    """A sample of text, so that the last lines of a run show what it learnt."""
+def print_sample(trainer: Trainer, config: HyMoConfig, folder: Path) -> None:
+    """A sample of text, so that the last lines of a run show what it learnt; kept in RUN/samples.jsonl."""
     n = config.logging.sample_tokens
     if n == 0:
         return
@@ -199,3 +201,5 @@ def print_sample(trainer: Trainer, config: HyMoConfig) -> None:
     text = "".join(stream.push(token) for token in tokens) + stream.rest()
     trainer.log.line("sample:")
     trainer.log.line(config.logging.sample_prompt + text)
+    with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": trainer.step, "prompt": config.logging.sample_prompt, "text": text}) + "\n")

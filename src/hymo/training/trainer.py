@@ -119,6 +119,7 @@ class Trainer:
                 run_dir, asynchronous=c.asynchronous, keep=c.keep, keep_every=c.keep_every, protect=(self.decay_start,)
             )
         self._saved_moment: tuple[int, int] | None = None
+        self._resumed_from: str | None = None
         self._save_began = self._save_took = 0.0
         self._stream: BatchStream | None = None
         self.flops_per_token = flops_per_token(config.model, t.seq_len)
@@ -251,6 +252,7 @@ class Trainer:
         )
         self._restart_stream()
         self.last_checkpoint, self._saved_moment = checkpoint, self.progress.moment
+        self._resumed_from = checkpoint.name
         how = recovery.said_of_bits(manifest.meta, self.config, self.device)
         self.log.line(f"resumed from {checkpoint}: update {self.step}, attempt {self.progress.attempt}; {how}")
 
@@ -344,7 +346,9 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ rows
     def _row(self, result: TrainStepResult) -> dict[str, Any]:
         """A row of metrics.jsonl; ``step`` is the update tried (done on success, the next one on a skip)."""
-        further = {k: v for k, v in result.metrics.items() if k != "main_loss"}
+        further: dict[str, Any] = {k: v for k, v in result.metrics.items() if k != "main_loss"}
+        if self._resumed_from is not None:  # the first row after a resume says so
+            further["resumed_from"], self._resumed_from = self._resumed_from, None
         return {
             "step": self.step if result.is_update else self.step + 1,
             "attempt": self.progress.attempt,
