@@ -86,18 +86,20 @@ def build_optimizers(model: nn.Module, config: Any, overrides: Mapping[str, str]
     return Optimizers(list(groups.values()), table, config.qk_clip)
 
 
-def plan_step(table: Partition, ranks: int, config: Any, itemsize: int = 2) -> ExchangePlan:
-    """What a step of `table`'s matrices would cost on `ranks` processes under the cuts of `wrap_model_with_fsdp`.
+def plan_step(table: Partition, ranks: int, config: Any, itemsize: int = 2, replicas: int = 1) -> ExchangePlan:
+    """What a step of `table`'s matrices would cost under the cuts of `wrap_model_with_fsdp`.
 
-    Arithmetic only, before any process exists. itemsize: bytes of an element on the wire (2 on GPUs, 4 on CPU).
+    Arithmetic only, before any process exists. ranks: processes that share one copy of the model; replicas: copies.
+    itemsize: bytes of an element on the wire (2 on GPUs, 4 on CPU).
     """
+    mesh, repeats = ((ranks,), ()) if replicas == 1 else ((replicas, ranks), (None,))
     from hymo.distributed.fsdp import placement
 
     matrices = []
     for index, row in enumerate(row for row in table if row.algorithm != "adamw"):
-        layout = Layout(row.shape, (ranks,), (placement(row.shape, ranks).dim,))
+        layout = Layout(row.shape, mesh, (*repeats, placement(row.shape, ranks).dim))
         matrices += matrices_of(index, row.shape, row.row_blocks, layout)
-    return plan_exchange(matrices, ranks, itemsize=itemsize, steps=config.ns_iterations)
+    return plan_exchange(matrices, ranks * replicas, itemsize=itemsize, steps=config.ns_iterations)
 
 
 def _settings(row: Row, config: Any) -> Group:
