@@ -132,6 +132,16 @@ def build_parser() -> Parser:
     inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run folder for its newest whole one")
     inspect.set_defaults(run=run_inspect, parser=inspect)
 
+    report = verbs.add_parser("report", help="one page of a run, or of several beside each other: curves, events, text")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    report.add_argument(
+        "--out", metavar="FILE.html", help="the page (default: RUN/report.html; of several: report.html)"
+    )
+    report.add_argument("--watch", action="store_true", help="serve the page on this machine and follow the run")
+    report.add_argument("--port", type=int, metavar="N", help="of --watch (default: a free one)")
+    report.add_argument("--png", metavar="FILE", help="a picture for a paper instead: .png, .pdf or .svg")
+    report.set_defaults(run=run_report, parser=report)
+
     bench = verbs.add_parser("bench", help="side by side with what else is installed, error and limit beside each time")
     kinds = bench.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
     steps = kinds.add_parser("train", help="tokens a second of real steps, and where their time goes")
@@ -283,6 +293,13 @@ def run_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
     no_overrides(overrides, "inspect")
     print(store.inspect(find_checkpoint(args.checkpoint)))
     return 0
+
+
+def run_report(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.observe.report.command import report
+
+    no_overrides(overrides, "report")
+    return report(args.runs, out=args.out, png=args.png, watch=args.watch, port=args.port)
 
 
 def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
