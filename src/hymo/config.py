@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from hymo.errors import HyMoError
-from hymo.training.scheduler import resolve_phases
+from hymo.training.scheduler import resolve_phases, steps_for_tokens
 
 AutoBool = Literal["auto", True, False]
 
@@ -260,6 +260,10 @@ class TrainingConfig(Section):
     """bitwise repeatable on GPUs, slower"""
     max_hours: float | None = Field(None, gt=0)
     """save and stop after this long; null = no limit"""
+    patience_s: float = Field(25.0, gt=0)
+    """a rank that gives no sign of life for this long has died: the job ends, with stacks of all ranks"""
+    timeout_s: float = Field(300.0, gt=0)
+    """a collective that waits for longer ends the job, from the second attempt on (before it, 600 at least)"""
 
 
 class SourceConfig(Section):
@@ -292,6 +296,8 @@ class DataConfig(Section):
     """further validation sets by name: {NAME: [paths]}"""
     cache_dir: str | None = None
     """where token shards are built; null = $HYMO_CACHE, or ~/.cache/hymo"""
+    workers: int = Field(1, ge=0)
+    """threads that make batches ahead, in any number the same ones; 0 = each is made when it is asked for"""
 
 
 class CheckpointConfig(Section):
@@ -338,7 +344,7 @@ class HyMoConfig(Section):
         s = self.scheduler
         if s.total_tokens is None:
             return self
-        steps = max(1, s.total_tokens // self.tokens_per_step)
+        steps = steps_for_tokens(s.total_tokens, self.tokens_per_step)
         if s.total_steps not in (None, steps):
             raise ValueError(
                 f"scheduler.total_steps: found {s.total_steps} beside scheduler.total_tokens = {s.total_tokens}, which "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,17 @@ class EvalResult:
         return math.exp(min(self.val_loss, 700.0))
 
 
+class BrokenOffError(Exception):
+    """An evaluation was asked to end before its last batch."""
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: EvalBatches, device: torch.device) -> EvalResult:
+def evaluate(
+    model: nn.Module, batches: EvalBatches, device: torch.device, break_off: Callable[[], object] | None = None
+) -> EvalResult:
     """Go through a validation set once, in evaluation mode. Every rank runs the same number of forwards.
+
+    ``break_off`` is asked before each batch and answers alike on all ranks; where it says so, BrokenOffError is raised.
 
     Only the main prediction is computed, whatever the look-ahead of the batches. Expert counts of these forwards are
     not used: balancing sees training tokens alone (prime-rl#2953).
@@ -40,14 +48,16 @@ def evaluate(model: nn.Module, batches: EvalBatches, device: torch.device) -> Ev
     was_training = model.training
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    for batch in batches:
-        b = batch.to(device)
-        length = b.labels_KBT.shape[-1]
-        output = model(
-            b.tokens_BL[:, :length], doc_ids_BL=b.doc_ids_BL[:, :length], labels_KBT=b.labels_KBT[:1], real_B=b.real_B
-        )
-        nats += output.ce_sum_K[0].double()
-    model.train(was_training)
+    try:
+        for batch in batches:
+            if break_off is not None and break_off():
+                raise BrokenOffError
+            b = batch.to(device)
+            tokens_BL, doc_ids_BL = (x[:, : b.labels_KBT.shape[-1]] for x in (b.tokens_BL, b.doc_ids_BL))
+            output = model(tokens_BL, doc_ids_BL=doc_ids_BL, labels_KBT=b.labels_KBT[:1], real_B=b.real_B)
+            nats += output.ce_sum_K[0].double()
+    finally:
+        model.train(was_training)
     total = float(reduce.sum_across(nats))
     labels = batches.n_labels
     return EvalResult(total / max(labels, 1), bits_per_byte(total, batches.n_bytes), labels, batches.n_bytes)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hymo.checkpoint import store
-from hymo.checkpoint.manifest import MANIFEST
+from hymo.checkpoint.manifest import MANIFEST, damaged
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, read_yaml, to_dict, to_yaml
 from hymo.data.tokenize import Tokenizer, open_tokenizer
@@ -33,9 +33,9 @@ FREE_KEYS = {
         "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
         "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
         "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
-        "spike_guard", "loss_nan_skip", "activation_checkpointing",
+        "spike_guard", "loss_nan_skip", "activation_checkpointing", "patience_s", "timeout_s",
     },
-    "data": {"cache_dir", "val"},
+    "data": {"cache_dir", "val", "workers"},
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "logging")
 
@@ -194,9 +194,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     newest = store.latest(folder)
-    damaged = sorted(set(store.list_checkpoints(folder, whole=False)) - set(store.list_checkpoints(folder)))
-    for path in damaged:
-        print(f"warning: {path} is damaged and left out", file=sys.stderr)
+    for path, why in damaged(folder).items():
+        print(f"warning: {path} is damaged and left out ({why})", file=sys.stderr)
     if newest is None:
         raise HyMoError(f"{path}: holds no whole checkpoint; accepted: a run folder, or one of its checkpoints/step-N")
     return newest
@@ -213,11 +212,11 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     model = build_hymo(config, device=device, initialise=False)  # the checkpoint has every parameter
     store.load(checkpoint, {"model": model.state_dict()}, only=("model",))
     thread_optimization_flags(model, config.training, device)
-    tokenizer = open_tokenizer(_tokenizer_of(checkpoint, config))
+    tokenizer = open_tokenizer(tokenizer_of(checkpoint, config))
     return OpenRun(config, model.eval(), tokenizer, device, checkpoint, manifest.step)
 
 
-def _tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
+def tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
     """The run's own copy of the tokenizer file where there is one, with the end token that the configuration names."""
     copy = checkpoint.parent.parent / TOKENIZER
     _, mark, end_token = config.data.tokenizer.partition("#")

@@ -188,7 +188,7 @@ def fail_on(bad):
 def test_errors_are_raised_on_every_rank(pool):
     results = pool(3, fail_on, 1)
     assert results[1] == "OSError: disk full"
-    assert results[0] == results[2] == "RuntimeError: saving failed on 1 of 3 ranks; rank 1: OSError: disk full"
+    assert results[0] == results[2] == "HyMoError: saving failed on 1 of 3 ranks; rank 1: OSError: disk full"
 
 
 def late_barrier():

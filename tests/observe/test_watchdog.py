@@ -92,7 +92,7 @@ def test_one_process_only_watches_for_stalls(tmp_path, capsys):
         assert not (tmp_path / "stacks").exists()
         time.sleep(1.0)
     text = (tmp_path / "stacks" / "rank-0.txt").read_text()
-    assert text.count("no step has ended for 0 s") == 1, "told once"
+    assert text.count("nothing has moved on for 0 s") == 1, "told once"
     assert "test_one_process_only_watches_for_stalls" in text
     assert "stacks in" in capsys.readouterr().err
 

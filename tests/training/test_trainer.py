@@ -587,7 +587,7 @@ class Until(StopRequest):
         self.trainer, self.update = trainer, update
         trainer._save_before_stop = lambda stop: None
 
-    def reason(self):
+    def reason(self, clock=True):
         return "a test" if self.trainer.step >= self.update else None
 
 

@@ -37,6 +37,10 @@ class CheckpointError(HyMoError):
         self.alternative = alternative
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a version of this package whose format is not known here."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of ``manifest.json``.
@@ -134,6 +138,22 @@ def latest(run_dir: str | os.PathLike, *, hashes: bool = False) -> Path | None:
     """
     found = list_checkpoints(run_dir, hashes=hashes)
     return found[-1] if found else None
+
+
+def damaged(run_dir: str | os.PathLike) -> dict[Path, str]:
+    """A run's checkpoints that are not whole, each with what is wrong with it.
+
+    Raises NewerFormatError where one is of a newer version: it may well be whole, and what came after the others.
+    """
+    found = {}
+    for path in list_checkpoints(run_dir, whole=False):
+        try:
+            _check(path, hashes=False)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            found[path] = str(error)
+    return found
 
 
 def free_name(run_dir: Path, step: int, attempt: int) -> str:
@@ -304,7 +324,7 @@ def _read(path: Path) -> Manifest:
     if not isinstance(body, dict) or not isinstance(body.get("format"), int):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it is not a manifest")
     if body["format"] > FORMAT:
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{path}: written in format {body['format']} by hymo {body.get('versions', {}).get('hymo', '?')}; "
             f"accepted here: up to format {FORMAT} (use that version or a newer one)"
         )
@@ -325,7 +345,7 @@ def _offering_the_one_before(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(str(error), one_before(path)) from None
+        raise type(error)(str(error), one_before(path)) from None
 
 
 def _digest(body: Mapping[str, Any]) -> str:

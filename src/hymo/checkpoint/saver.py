@@ -73,11 +73,6 @@ class Saver:
         )
         self._thread.start()
 
-    @property
-    def pending(self) -> bool:
-        """Whether a background save is still being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save in flight, at most ``timeout`` seconds; True if none is in flight any more."""
         if self._thread is not None:

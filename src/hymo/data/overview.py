@@ -79,7 +79,7 @@ def inspect(folder: str | Path, *, samples: int = 3, tokenizer: str | None = Non
         for number in _spread(one.n_documents, samples):
             tokens = one.document(number)
             yield ""
-            yield f"{name}, document {number} ({len(tokens)} tokens)"
+            yield f"{name}, document {number} ({len(tokens)} tokens, {size(one.document_bytes(number))} of text)"
             if decoder is None:
                 yield f"  {tokens[:_SAMPLE_TOKENS].tolist()}  (--tokenizer FILE decodes)"
             else:

@@ -20,7 +20,7 @@ from hymo.errors import HyMoError
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 FIRST_TIMEOUT_S = 600.0
-"""Start-up may compile and read data; the trainer tightens this once steps run."""
+"""Start-up may compile and read data; the trainer tightens this once steps run (``set_timeout``)."""
 
 
 def launched_by_torchrun() -> bool:
@@ -94,6 +94,18 @@ def new_gloo_group(timeout_s: float = FIRST_TIMEOUT_S) -> ProcessGroup | None:
     if not is_distributed():
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # type: ignore[return-value]
+
+
+def set_timeout(timeout_s: float, mesh: DeviceMesh | None = None) -> None:
+    """From now on a collective of the default group, or of a mesh's groups, fails after this long.
+
+    Groups of their own, as that of background saves, keep theirs.
+    """
+    if not is_distributed():
+        return
+    groups = [dist.group.WORLD, *(mesh.get_all_groups() if mesh is not None else ())]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def shutdown() -> None:

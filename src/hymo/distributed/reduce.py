@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hymo.errors import HyMoError
+
 CLIP_EPS = 1e-6
 """Added to the norm that a clip divides by, as in ``torch.nn.utils.clip_grad_norm_``."""
 
@@ -190,7 +192,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def raise_together(error: BaseException | None, what: str, group: ProcessGroup | None = None) -> None:
-    """Where any rank has an error, every rank raises: its own, or RuntimeError naming the ranks that failed.
+    """Where any rank has an error, every rank raises: its own, or HyMoError naming the ranks that failed.
 
     A collective: all ranks call it, those without an error pass None.
     """
@@ -199,7 +201,7 @@ def raise_together(error: BaseException | None, what: str, group: ProcessGroup |
         raise error
     failed = [f"rank {r}: {message}" for r, message in enumerate(messages) if message is not None]
     if failed:
-        raise RuntimeError(f"{what} failed on {len(failed)} of {len(messages)} ranks; " + "; ".join(failed))
+        raise HyMoError(f"{what} failed on {len(failed)} of {len(messages)} ranks; " + "; ".join(failed))
 
 
 def barrier(group: ProcessGroup | None = None, timeout: float | None = None, name: str = "barrier") -> None:
@@ -220,8 +222,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def counts_here(tensor: Tensor) -> bool:
+    """Whether this rank is the one that counts its piece of a tensor in a sum over ranks: no piece is counted twice."""
+    return _counts_here(tensor, rank())
+
+
 def _counts_here(grad: Tensor, me: int) -> bool:
-    """Whether this rank is the one that counts its piece: the first along every axis that replicates it."""
+    """The first rank along every axis that replicates a piece counts it."""
     if not isinstance(grad, DTensor):
         return me == 0
     coordinate = grad.device_mesh.get_coordinate()

@@ -108,20 +108,23 @@ def max_logit(
     scale: float,
     real_B: Tensor | None = None,
     rows: int = 256,
+    stride: int = 1,
 ) -> Tensor:
     """Largest logit that each head's softmax sees, fp32 [H]; masked pairs and filler rows (``real_B`` False) excluded.
 
-    Works through ``rows`` queries at a time, so that no [T, T] tensor of a whole batch is held.
+    Works through ``rows`` queries at a time, so that no [T, T] tensor of a whole batch is held. ``stride``: the queries
+    given are those at positions 0, stride, 2 stride ... of the keys.
     """
-    length = q_BTHK.shape[1]
-    position = torch.arange(length, device=q_BTHK.device)
+    position = torch.arange(k_BTHK.shape[1], device=q_BTHK.device)
+    asked = position[::stride]
     best = torch.full((q_BTHK.shape[2],), -torch.inf, device=q_BTHK.device)
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
-        logits = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:stop].float(), k_BTHK[:, :stop].float()) * scale
-        allowed = (position[start:stop, None] >= position[None, :stop])[None]
+    for start in range(0, len(asked), rows):
+        at, q = asked[start : start + rows], q_BTHK[:, start : start + rows].float()
+        stop = min((start + rows - 1) * stride + 1, len(position))
+        logits = torch.einsum("bthk,bshk->bhts", q, k_BTHK[:, :stop].float()) * scale
+        allowed = (at[:, None] >= position[None, :stop])[None]
         if doc_ids_BT is not None:
-            allowed = allowed & (doc_ids_BT[:, start:stop, None] == doc_ids_BT[:, None, :stop])
+            allowed = allowed & (doc_ids_BT[:, at, None] == doc_ids_BT[:, None, :stop])
         if real_B is not None:
             allowed = allowed & real_B[:, None, None]
         best = torch.maximum(best, logits.masked_fill(~allowed[:, None], -torch.inf).amax(dim=(0, 2, 3)))

@@ -74,7 +74,20 @@ class LatentAttention(nn.Module):
             q = self.q_head_norm(q)
         return rotate(q, cos, sin)
 
-    def _attend(self, q_BTHQ, latent_BTL, rope_BTR, layout: DocLayout, real_B: Tensor | None):
+    def sampled_logit_max(
+        self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None = None, queries: int = 256
+    ) -> Tensor:
+        """Largest logit of each head among evenly spaced queries (at most ``queries`` a row), fp32 [H].
+
+        A lower bound of what ``track_logit_max`` gives, for a small part of its cost.
+        """
+        stride = -(-x_BTC.shape[1] // queries)
+        cos, sin = (angles[:, ::stride] for angles in (layout.cos_BTR, layout.sin_BTR))
+        k_BTHQ, _ = self._keys_and_values(*self._latents(x_BTC), layout)
+        q_BTHQ = self._queries(x_BTC[:, ::stride], cos, sin)
+        return max_logit(q_BTHQ, k_BTHQ, layout.doc_ids_BT, self.scale, real_B, rows=64, stride=stride)
+
+    def _keys_and_values(self, latent_BTL: Tensor, rope_BTR: Tensor, layout: DocLayout) -> tuple[Tensor, Tensor]:
         kv = self.kv_b(latent_BTL).unflatten(-1, (self.heads, self.nope + self.v_dim))
         k_nope, v_BTHV = kv.split((self.nope, self.v_dim), dim=-1)
         cos, sin = layout.cos_BTR, layout.sin_BTR
@@ -84,6 +97,10 @@ class LatentAttention(nn.Module):
         k_BTHQ = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
         if self.k_head_norm is not None:
             k_BTHQ = rotate(self.k_head_norm(k_BTHQ), cos, sin)
+        return k_BTHQ, v_BTHV
+
+    def _attend(self, q_BTHQ, latent_BTL, rope_BTR, layout: DocLayout, real_B: Tensor | None):
+        k_BTHQ, v_BTHV = self._keys_and_values(latent_BTL, rope_BTR, layout)
         best = max_logit(q_BTHQ, k_BTHQ, layout.doc_ids_BT, self.scale, real_B) if self.track_logit_max else None
         return self.o(attention(q_BTHQ, k_BTHQ, v_BTHV, layout.mask, self.scale).flatten(-2)), best
 

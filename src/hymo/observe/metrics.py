@@ -40,6 +40,8 @@ def jsonable(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: jsonable(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [jsonable(v) for v in value]
     return value
 
 
@@ -92,6 +94,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: row.get("attempt", 0))
 
 
+def has_evaluation(path: Path, attempt: int) -> bool:
+    """Whether a ``metrics.jsonl`` has the evaluation that was made after an attempt."""
+    if not path.exists():
+        return False
+    return any("loss" not in row and row.get("attempt") == attempt for row in read_metrics(path))
+
+
 class Throughput:
     """Tokens a second and the share of time spent waiting for data, since the last `read`."""
 
@@ -126,12 +135,13 @@ class Throughput:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Allocated, reserved and peak bytes of a CUDA device; the process's peak resident size on a CPU."""
+    """Bytes of a CUDA device allocated and reserved, now and at most; the process's peak resident size on a CPU."""
     if device.type == "cuda":
         return {
             "memory_allocated": torch.cuda.memory_allocated(device),
             "memory_reserved": torch.cuda.memory_reserved(device),
             "memory_peak": torch.cuda.max_memory_allocated(device),
+            "memory_peak_reserved": torch.cuda.max_memory_reserved(device),
         }
     try:
         import resource

@@ -22,11 +22,11 @@ class Tracker(Protocol):
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row; of a list, each under its name and place."""
+    """The numbers of a row; of a list, also one of lists, each under its name and place."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, list):
-            found |= {f"{name}/{i}": float(item) for i, item in enumerate(value)}
+            found |= numbers({f"{name}/{i}": item for i, item in enumerate(value)})
         elif isinstance(value, (int, float)):
             found[name] = float(value)
     return found

@@ -4,9 +4,10 @@ A thread in each process counts up a number in the job's store and watches the n
 (a slow disk, a long compilation, a debugger's pause in Python) still counts; one that was killed does not, and a
 collective that waits for it would wait until its timeout, or for ever. Whoever notices raises an alarm in the store,
 and every rank then writes its stacks to ``RUN/stacks/rank-N.txt`` and ends with exit code 1. A rank that raises an
-exception sounds the alarm itself. A worker whose launcher is gone ends too, so that none is left over.
+exception sounds the alarm itself; a rank that hears it has a few seconds to end in its own way, as where all of them
+raise the same. A worker whose launcher is gone ends too, so that none is left over.
 
-The same thread writes the stacks, without ending anything, when a step takes longer than ``stall_s``.
+The same thread writes the stacks, without ending anything, when nothing moves on for longer than ``stall_s``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import torch.distributed as dist
 
 from hymo.distributed.mesh import launched_by_torchrun
 from hymo.distributed.reduce import is_distributed, rank, world_size
+from hymo.errors import HyMoError
+from hymo.training.stop import Stopped
 
 ALARM = "alarm"
 STACKS = "stacks"
@@ -77,16 +80,17 @@ class Watchdog:
         if self._store is None:
             return
         try:
-            if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+            if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt | Stopped):
                 said = f"rank {self.rank} raised {type(error).__name__}: {' '.join(str(error).split())}"[:300]
-                self._append(said, "".join(traceback.format_exception(error)))
+                if not isinstance(error, HyMoError):  # a fault of the user: its one line says it all
+                    self._append(said, "".join(traceback.format_exception(error)))
                 self._sound(said)
             self._store.set(self._key(self.rank), b"ended")
         except RuntimeError:
             pass  # the store's host has ended already
 
     def tick(self) -> None:
-        """The main thread moves on: call it at each step, and before each phase that may take long."""
+        """The main thread moves on: call it at each step, at each batch of an evaluation, and before a long phase."""
         self._ticked, self._stall_told = time.monotonic(), False
 
     # --- the thread ---
@@ -102,10 +106,8 @@ class Watchdog:
                 self._beat()
                 reason = self._alarm() or self._look_at_neighbour()
             except RuntimeError as error:
-                if self._done.is_set():
-                    return
                 reason = f"the job's store does not answer ({str(error).splitlines()[0]}): its host has ended"
-            if reason and not self._done.is_set():
+            if reason and not self._done.wait(2 * self.interval_s):  # it may end by itself, as the other did
                 self._finish(reason)
 
     def _beat(self) -> None:
@@ -144,10 +146,9 @@ class Watchdog:
         if waited < self.stall_s or self._stall_told:
             return
         self._stall_told = True
-        where = self._write_stacks(f"no step has ended for {waited:.0f} s")
-        print(
-            f"[rank {self.rank}] no step has ended for {waited:.0f} s; stacks in {where}", file=sys.stderr, flush=True
-        )
+        said = f"nothing has moved on for {waited:.0f} s"
+        where = self._write_stacks(said)
+        print(f"[rank {self.rank}] {said}; stacks in {where}", file=sys.stderr, flush=True)
 
     def _write_stacks(self, reason: str) -> str:
         if self.run_dir is None:

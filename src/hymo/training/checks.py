@@ -27,10 +27,16 @@ def prepare_data(config: HyMoConfig, log: Log) -> TokenData:
             started = True
         log.advance(done, size(done))
 
+    data, problem = None, None
     try:
-        return prepare(config.data, progress)
+        data = prepare(config.data, progress)
+    except (HyMoError, OSError) as error:
+        problem = error
     finally:
         log.stop()
+    reduce.raise_together(problem, "reading the data")  # one host's missing file must not keep the others waiting
+    assert data is not None
+    return data
 
 
 def check_data(config: HyMoConfig, data: TokenData, log: Log) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
+from hymo.checkpoint.manifest import damaged
 from hymo.config import HyMoConfig
 from hymo.config_io import load_config
 from hymo.distributed import mesh, reduce
@@ -17,6 +18,7 @@ from hymo.errors import HyMoError
 from hymo.generate import TextStream, generate
 from hymo.observe.profile import parse_range
 from hymo.observe.units import count
+from hymo.observe.watchdog import Watchdog
 from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
@@ -70,12 +72,22 @@ def train(
                 init_from=weights, profile=steps,
             )  # fmt: skip
         except Stopped as stopped:
-            if reduce.is_main():
-                print(f"stopped by {stopped} before the first step or after the last: nothing more was written")
-            return 0
+            return say_stopped(str(stopped))
+        except RuntimeError:
+            if stop.heard is None or reduce.world_size() == 1:
+                raise
+            # Another rank has stopped already, and with it the collective that this one waited in.
+            return say_stopped(stop.heard)
     if reduce.is_main():
         print(f"run: {folder}")
     mesh.shutdown()
+    return 0
+
+
+def say_stopped(why: str) -> int:
+    """Tell of a stop with nothing to save; the exit code."""
+    if reduce.is_main():
+        print(f"stopped by {why} before the first step or after the last: nothing more was written")
     return 0
 
 
@@ -92,32 +104,35 @@ def start_and_train(
     profile: tuple[int, int] | None,
 ) -> Path:
     """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample."""
-    mesh.init_distributed(config.training.device)
+    mesh.init_distributed(config.training.device, max(mesh.FIRST_TIMEOUT_S, config.training.timeout_s))
     fresh = folder is None
     folder = Path(reduce.broadcast_object(str(folder or (reserve_run_dir(name) if reduce.is_main() else ""))))
     if not fresh:
         (refuse_foreign if resume else refuse_existing)(folder)
-    try:
-        trainer = Trainer(config, run_dir=folder, profile=profile)
-    except BaseException:
-        forget_if_empty(folder)
-        raise
-    make_run_dir(folder)
-    print_header(trainer, config, folder)
-    store.prove_shared(folder)
-    newest = newest_checkpoint(folder, trainer) if goes_on else None
-    for key, (old, new) in changed.items():
-        trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
-    if newest is not None:
-        trainer.resume(newest)
-    elif init_from is not None:
-        trainer.init_from(init_from)
-    keep_tokenizer(folder, config)
-    if trainer.step >= trainer.total_steps:
-        trainer.log.line(f"this run has made all of its {trainer.total_steps} updates; hymo branch makes a longer one")
-    result = trainer.train(stop)
-    if result.stopped is None:
-        print_sample(trainer, config, folder)
+    with Watchdog(folder, patience_s=config.training.patience_s) as watchdog:
+        try:
+            trainer = Trainer(config, run_dir=folder, profile=profile)
+        except BaseException:
+            forget_if_empty(folder)
+            raise
+        watchdog.tick()
+        make_run_dir(folder)
+        print_header(trainer, config, folder)
+        store.prove_shared(folder)
+        newest = newest_checkpoint(folder, trainer) if goes_on else None
+        for key, (old, new) in changed.items():
+            trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
+        if newest is not None:
+            trainer.resume(newest)
+        elif init_from is not None:
+            trainer.init_from(init_from)
+        keep_tokenizer(folder, config)
+        if trainer.step >= trainer.total_steps:
+            made = f"this run has made all of its {trainer.total_steps} updates"
+            trainer.log.line(f"{made}; hymo branch makes a longer one")
+        result = trainer.train(stop, watchdog)
+        if result.stopped is None:
+            print_sample(trainer, config, folder)
     return folder
 
 
@@ -161,14 +176,16 @@ def branch(
 
 
 def newest_checkpoint(folder: Path, trainer: Trainer) -> Path | None:
-    """The newest whole checkpoint; damaged ones are said. If all are, the run is not begun anew over them."""
-    newest = store.latest_on_all_ranks(folder)
-    damaged = sorted(set(store.list_checkpoints(folder, whole=False)) - set(store.list_checkpoints(folder)))
-    for path in damaged:
-        trainer.log.warn(f"{path} is damaged and left out")
-    if newest is None and damaged:
+    """The newest whole checkpoint; damaged ones are said. If all are, the run is not begun anew over them.
+
+    One that a newer version wrote is refused: going on from an older one would leave what came after.
+    """
+    bad, newest = damaged(folder), store.latest_on_all_ranks(folder)
+    for path, why in bad.items():
+        trainer.log.warn(f"{path} is damaged and left out ({why})")
+    if newest is None and bad:
         raise HyMoError(
-            f"--resume: found {len(damaged)} checkpoints in {folder}, all damaged (hymo inspect says how); accepted: "
+            f"--resume: found {len(bad)} checkpoints in {folder}, all damaged (hymo inspect says how); accepted: "
             "a run with a whole one, or another --run-dir to start again"
         )
     return newest

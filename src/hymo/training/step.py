@@ -5,8 +5,10 @@ K: 1 + mtp_depth predictions, N: mixture-of-experts layers, E: experts of a laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from hymo.distributed import fsdp, reduce
 from hymo.models.model import HyMo, ModelOutput
 from hymo.optim.build import Optimizers
 from hymo.training.loss import Loss, PretrainingLoss
+from hymo.training.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class TrainStepResult:
     """What one attempt did.
 
     ``loss`` is the main cross entropy in nats a token, without MTP. ``grad_norm`` is the norm of the whole gradient
-    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ...
+    before clipping. The rates are those of the update tried. ``metrics`` has main_loss, total_loss, mtp_1 ..., and in
+    an attempt with a `Probe` what that measures and the load of each expert layer.
     ``reason`` says of a skip what was not finite, and on which rank; ``spike`` that the loss was finite but far too
     large.
     """
@@ -34,7 +38,7 @@ class TrainStepResult:
     lr_adamw: float
     is_update: bool = True
     skipped: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     spike: bool = False
 
@@ -54,7 +58,9 @@ class Gradients:
     logit_max_NH: Tensor | None  # largest attention logit by layer and head, where it is tracked
 
 
-def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss: Loss, valid_K: Tensor) -> Gradients:
+def accumulate_gradients(
+    model: nn.Module, micro_batches: Sequence[Batch], loss: Loss, valid_K: Tensor, probe: Probe | None = None
+) -> Gradients:
     """Forward and backward of every micro-batch; the loop is never left early.
 
     A rank whose loss is not finite still runs every backward, or the other ranks would wait in a collective for ever
@@ -65,11 +71,12 @@ def accumulate_gradients(model: nn.Module, micro_batches: Sequence[Batch], loss:
     sums: Gradients | None = None
     for i, batch in enumerate(micro_batches):
         fsdp.begin_micro_batch(model, is_last=i == len(micro_batches) - 1)
-        output: ModelOutput = model(
-            batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
-            term_weights_K=None if weights is None else weights[0] * ranks,
-            z_weight=None if weights is None else weights[1] * ranks,
-        )  # fmt: skip
+        with probe.attention() if probe is not None and i == 0 else nullcontext():
+            output: ModelOutput = model(
+                batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
+                term_weights_K=None if weights is None else weights[0] * ranks,
+                z_weight=None if weights is None else weights[1] * ranks,
+            )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
         sums = _add(sums, total.detach(), means_K, output)
@@ -109,52 +116,64 @@ def attempt_update(
     factor: float,
     grad_clip: float,
     spike_limit: float | None = None,
+    probe: Probe | None = None,
+    update_gate_biases: Callable[[Tensor], None] | None = None,
 ) -> TrainStepResult:
     """One attempt (see the module). ``factor`` scales both peak rates; a total loss above ``spike_limit`` is skipped.
+
+    ``probe``: measure more in this attempt. ``update_gate_biases`` takes the expert counts of an update, int64 [N, E]
+    over all ranks; by default the model's own.
 
     On a skip the parameters, the optimizer's state, the expert counts and the gate biases are bit for bit what they
     were; only the gradients are dropped.
     """
     valid_K = count_valid(micro_batches)
-    gradients = accumulate_gradients(model, micro_batches, loss, valid_K)
+    gradients = accumulate_gradients(model, micro_batches, loss, valid_K, probe)
     reduce.mean_replicated_gradients(model.parameters())
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
-    metrics, counts_NE = _sum_over_ranks(gradients)
+    metrics, counts_NE, loads = _sum_over_ranks(gradients)
     spike = verdict.finite and spike_limit is not None and metrics["total_loss"] > spike_limit
     metrics |= {f"grad_norm_{name}": norm for name, norm in verdict.norms.items()}
+    if probe is not None:
+        metrics |= {"expert_load": loads} | probe.gradient_norms()
     lr_muon, lr_adamw = (factor * rate for rate in optimizers.peak_rates)
     result = TrainStepResult(metrics["main_loss"], verdict.grad_norm, lr_muon, lr_adamw, metrics=metrics)
     if spike or not verdict.finite:
         fsdp.drop_gradients(model)
         reason = f"loss spike, {metrics['total_loss']:.4f} above {spike_limit:.4f}" if spike else str(verdict)
         return replace(result, is_update=False, skipped=True, reason=reason, spike=spike)
-    # From here on nothing makes the host wait for the device: the next attempt's data can be fetched meanwhile.
+    # From here on nothing makes the host wait for the device, but where there is a probe: the next attempt's data can
+    # be fetched meanwhile.
     reduce.clip(model.parameters(), grad_clip, verdict.grad_norm)
     optimizers.set_factor(factor)
+    if probe is not None:
+        probe.before_step()
     optimizers.step()
     optimizers.zero_grad(set_to_none=True)
-    model.update_gate_biases(counts_NE)
+    if probe is not None:
+        metrics |= probe.update_sizes()
+    (update_gate_biases or model.update_gate_biases)(counts_NE)
     if gradients.logit_max_NH is not None:
         logit_max_NH = reduce.max_across(gradients.logit_max_NH)
         optimizers.clip_qk(model, logit_max_NH)
-        metrics["attention_logit_max"] = float(logit_max_NH.max())
+        if probe is not None:
+            metrics["attention_logit_max"] = float(logit_max_NH.max())
     return result
 
 
-def _sum_over_ranks(g: Gradients) -> tuple[dict[str, float], Tensor]:
-    """All figures of an attempt in one all-reduce and one transfer: metrics, and the expert counts on the device."""
+def _sum_over_ranks(g: Gradients) -> tuple[dict[str, Any], Tensor, list[list[int]]]:
+    """All figures of an attempt in one all-reduce and one transfer: metrics, and the expert counts, there and here."""
     pieces = [g.total.reshape(1), g.means_K, g.dropped_N, g.entropy_N, g.counts_NE.flatten()]
     packed = reduce.sum_across(torch.cat([piece.to(torch.float64) for piece in pieces]))  # counts are exact to 2^53
-    *figures, counts = packed.split([piece.numel() for piece in pieces])
-    counts_NE = counts.view_as(g.counts_NE)
-    load = counts_NE.amax(1) / counts_NE.mean(1).clamp(min=1)
-    rows = [*figures, load, counts.sum().reshape(1)]
-    numbers = _split(torch.cat(rows).tolist(), [row.numel() for row in rows])
-    (total,), (main, *further), dropped, entropy, load_N, (assignments,) = numbers
+    counts = packed[packed.numel() - g.counts_NE.numel() :]
+    numbers = _split(packed.tolist(), [piece.numel() for piece in pieces])
+    (total,), (main, *further), dropped, entropy, flat = numbers
+    n = g.counts_NE.shape[1]
+    loads = [[int(count) for count in flat[i : i + n]] for i in range(0, len(flat), n)]
     metrics = {"main_loss": main, "total_loss": total} | {f"mtp_{k}": value for k, value in enumerate(further, 1)}
-    if load_N:
-        metrics |= _router_metrics(sum(dropped), sum(entropy), load_N, assignments)
-    return metrics, counts_NE.to(torch.int64)
+    if loads:
+        metrics |= _router_metrics(sum(dropped), sum(entropy), loads)
+    return metrics, counts.view_as(g.counts_NE).to(torch.int64), loads
 
 
 def _split(numbers: list[float], sizes: list[int]) -> list[list[float]]:
@@ -162,10 +181,11 @@ def _split(numbers: list[float], sizes: list[int]) -> list[list[float]]:
     return [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def _router_metrics(dropped: float, entropy: float, load_N: list[float], assignments: float) -> dict[str, float]:
+def _router_metrics(dropped: float, entropy: float, loads: list[list[int]]) -> dict[str, float]:
     """Load of the fullest expert over the mean (the worst layer's), dropped share of all assignments, mean entropy.
 
     The assignments are as routed, before any drop.
     """
-    n = max(assignments, 1.0)
-    return {"expert_load_max": max(load_N), "dropped_share": dropped / n, "router_entropy": entropy / n}
+    n = max(sum(map(sum, loads)), 1)
+    fullest = max(max(layer) * len(layer) / max(sum(layer), len(layer)) for layer in loads)
+    return {"expert_load_max": fullest, "dropped_share": dropped / n, "router_entropy": entropy / n}

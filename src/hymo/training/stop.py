@@ -26,6 +26,9 @@ class StopRequest:
 
     Outside of `between_steps` there is nothing to save, and a signal raises `Stopped` at once. A second signal after
     3 s ends the process. Signals reach the main thread only; elsewhere (a test, a notebook) only the clock counts.
+
+    A rank that waits for another in a collective hears a signal when the collective ends: with an error, if the other
+    has gone already. `heard`, the signal that came while there was nothing to save, tells it from a real error.
     """
 
     def __init__(self, max_hours: float | None):
@@ -34,6 +37,7 @@ class StopRequest:
         self._first_at = 0.0
         self._before: dict[int, object] = {}
         self._training = False
+        self.heard: str | None = None
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -59,7 +63,8 @@ class StopRequest:
         if self._signal is None:
             self._signal, self._first_at = number, now
             if not self._training:
-                raise Stopped(signal.Signals(number).name)
+                self.heard = signal.Signals(number).name
+                raise Stopped(self.heard)
         elif now - self._first_at >= IMPATIENT_S:
             os._exit(128 + number)
 
@@ -67,10 +72,10 @@ class StopRequest:
         """What is left of ``grace_s`` since the first signal; None where no signal came (the clock can wait)."""
         return None if self._signal is None else max(0.0, grace_s - (time.monotonic() - self._first_at))
 
-    def reason(self) -> str | None:
-        """Why to stop now, the same on all ranks (one small all-reduce), or None."""
+    def reason(self, clock: bool = True) -> str | None:
+        """Why to stop now, the same on all ranks (one small all-reduce), or None. ``clock`` False: signals alone."""
         code = 0
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if clock and self._deadline is not None and time.monotonic() >= self._deadline:
             code = -1
         if self._signal is not None:
             code = self._signal

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hymo.checkpoint import store
 from hymo.checkpoint.saver import Saver
@@ -24,10 +25,10 @@ from hymo.data.prepare import TokenData
 from hymo.distributed import mesh, reduce
 from hymo.distributed.fsdp import wrap_model_with_fsdp
 from hymo.errors import NotFiniteError
-from hymo.evaluate import EvalResult, evaluate
+from hymo.evaluate import BrokenOffError, EvalResult, evaluate
 from hymo.models.model import HyMo, build_hymo
 from hymo.observe.log import Log, step_line
-from hymo.observe.metrics import MetricsFile, Throughput, device_peak_flops, memory_bytes
+from hymo.observe.metrics import MetricsFile, Throughput, device_peak_flops, has_evaluation, memory_bytes
 from hymo.observe.profile import StepProfiler
 from hymo.observe.trackers import Tracker, open_trackers
 from hymo.observe.units import duration
@@ -45,11 +46,16 @@ from hymo.training.flags import (
     thread_optimization_flags,
 )
 from hymo.training.loss import Loss, PretrainingLoss
+from hymo.training.probe import Probe
 from hymo.training.scheduler import JointWSDScheduler, Step
 from hymo.training.step import TrainStepResult, attempt_update, train_step_result
 from hymo.training.stop import StopRequest
 
 __all__ = ["TrainResult", "Trainer", "train_step_result"]
+
+
+Record = Callable[[dict[str, Any]], None]
+"""Takes a row."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ class Trainer:
             wrap_model_with_fsdp(self.model, config)
         self.model.track_logit_max(config.optimizer.qk_clip is not None)
         self.optimizers = build_optimizers(self.model, config.optimizer)
+        self.probe = Probe(self.model)
         self.scheduler = JointWSDScheduler(config.scheduler)
         default_loss = PretrainingLoss(config.model.mtp_weights, config.model.z_loss)
         self.loss: Loss = loss if loss is not None else default_loss
@@ -120,6 +127,7 @@ class Trainer:
             )
         self._saved_moment: tuple[int, int] | None = None
         self._resumed_from: str | None = None
+        self.evaluation: dict[str, EvalResult] = {}
         self._save_began = self._save_took = 0.0
         self._stream: BatchStream | None = None
         self.flops_per_token = flops_per_token(config.model, t.seq_len)
@@ -127,22 +135,24 @@ class Trainer:
         self.profiler = StepProfiler(run_dir, profile)
 
     # ------------------------------------------------------------------------------------------------------- the run
-    def train(self, stop: StopRequest | None = None) -> TrainResult:
+    def train(self, stop: StopRequest | None = None, watchdog: Watchdog | None = None) -> TrainResult:
         """Go on from where this trainer stands to the last update; evaluate, save and log on the way.
 
-        ``stop``: one that listens already (`hymo train` has one from its start on); by default one of its own.
+        ``stop`` and ``watchdog``: those that are at work already (`hymo train` has them from its start on); by default
+        they are of this call alone.
         """
         if stop is None:
             with StopRequest(self.config.training.max_hours) as own:
-                return self.train(own)
-        throughput, stopped, evaluation = Throughput(), None, {}
+                return self.train(own, watchdog)
+        if watchdog is None:
+            with Watchdog(self.run_dir, patience_s=self.config.training.patience_s) as watchdog:
+                return self.train(stop, watchdog)
+        throughput, stopped, tightened = Throughput(), None, False
         began, began_step = time.perf_counter(), self.step
         self.log.start("train", self.total_steps, self.step)
-        with (
-            self._records() as record,
-            stop.between_steps(),
-            Watchdog(self.run_dir) as watchdog,
-        ):
+        with stop.between_steps(), self._records() as record:
+            if self._owes_evaluation():
+                stopped = self._evaluate_and_record(record, stop, watchdog)
             while self.step < self.total_steps and not stopped:
                 watchdog.tick()
                 with self.profiler.step(self.step + 1):
@@ -150,7 +160,7 @@ class Trainer:
                 throughput.add(self.config.tokens_per_step, self.stream().wait_s)
                 row = self._row(result) | {"tokens_per_s": throughput.last()}
                 eta = (self.total_steps - self.step) * (time.perf_counter() - began) / max(1, self.step - began_step)
-                if self._line_due(result):
+                if result.skipped or self._line_due(self.step, self.progress.attempt):
                     row |= self._speed(throughput)
                     self.log.line(step_line(row, self.total_steps, eta))
                 self.log.advance(self.step, f"loss {result.loss:.3f}, {duration(eta)} left")
@@ -159,24 +169,50 @@ class Trainer:
                     self._after_skip(result)
 
                 pause = time.perf_counter()
-                stopped = stop.reason()
+                if not tightened:  # whatever had to be compiled or read first is there now
+                    mesh.set_timeout(self.config.training.timeout_s, self._mesh())
+                    tightened = True
+                stopped = stop.reason() or (self._after_update(record, stop, watchdog) if result.is_update else None)
                 watchdog.tick()
                 if stopped:
                     self._save_before_stop(stop)
-                elif result.is_update and self._checkpoint_due():
-                    self.save()
-                if not stopped and result.is_update and self._evaluation_due():
-                    watchdog.tick()
-                    evaluation = self.evaluate()
-                    record(self._evaluation_row(evaluation))
                 self._hear_saves()
                 throughput.pause(time.perf_counter() - pause)
         if stopped:
             self.log.line(f"stopped by {stopped} after update {self.step}; go on with --resume")
-        return TrainResult(self.step, self.last_checkpoint, evaluation, stopped)
+        else:
+            stopped = stop.reason(clock=False)  # a signal that came while the last save was waited for
+        return TrainResult(self.step, self.last_checkpoint, self.evaluation, stopped)
+
+    def _after_update(self, record: Record, stop: StopRequest, watchdog: Watchdog) -> str | None:
+        """Save and evaluate where it is time to; why to stop, if that came meanwhile."""
+        saving = self._checkpoint_due()
+        if saving:
+            watchdog.tick()
+            self.save()
+        if self._evaluation_due():
+            return self._evaluate_and_record(record, stop, watchdog)
+        return stop.reason() if saving else None
+
+    def _evaluate_and_record(self, record: Record, stop: StopRequest, watchdog: Watchdog) -> str | None:
+        """Evaluate, unless a stop is asked for: then it ends at the next batch, on all ranks. Why to stop, or None."""
+        stopped: list[str | None] = [None]
+
+        def break_off() -> bool:
+            watchdog.tick()
+            stopped[0] = stop.reason()
+            return stopped[0] is not None
+
+        try:
+            self.evaluation = self.evaluate(break_off)
+        except BrokenOffError:
+            self.log.line("evaluation broken off: it is made again by --resume")
+            return stopped[0]
+        record(self._evaluation_row(self.evaluation))
+        return None
 
     @contextmanager
-    def _records(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+    def _records(self) -> Iterator[Record]:
         """Open what is written while training, and close it however training ends; a save in flight is waited for."""
         sinks: list[Tracker] = []
         metrics = None
@@ -213,12 +249,17 @@ class Trainer:
             self.model, self.optimizers, micro_batches, self.loss,
             factor=self.scheduler.get_factor(Step(p.step + 1)), grad_clip=self.config.training.grad_clip,
             spike_limit=None if self.config.training.spike_guard == "off" else p.spike_limit(),
+            probe=self.probe if self._line_due(p.step + 1, p.attempt) else None,
+            update_gate_biases=self._update_moe_gate_biases,
         )  # fmt: skip
         p.note(result.metrics["total_loss"], is_update=result.is_update, spike=result.spike)
         return result
 
-    def evaluate(self) -> dict[str, EvalResult]:
-        """Loss and bits per byte on every validation set, printed in one line each."""
+    def evaluate(self, break_off: Callable[[], object] | None = None) -> dict[str, EvalResult]:
+        """Loss and bits per byte on every validation set, printed in one line each.
+
+        ``break_off`` is asked before each batch; BrokenOffError is raised where it says so.
+        """
         t, results = self.config.training, {}
         for name, token_set in self.data.val.items():
             batches = EvalBatches(
@@ -226,7 +267,7 @@ class Trainer:
                 batch_size=t.micro_batch_size, rank=reduce.rank(), world_size=reduce.world_size(),
                 max_tokens=t.eval_tokens,
             )  # fmt: skip
-            results[name] = r = evaluate(self.model, batches, self.device)
+            results[name] = r = evaluate(self.model, batches, self.device, break_off)
             self.log.line(
                 f"eval {self.step}/{self.total_steps} | {name}_loss {r.val_loss:.4f} | {name}_bpb {r.val_bpb:.4f} | "
                 f"perplexity {r.perplexity:.2f}"
@@ -267,8 +308,10 @@ class Trainer:
             return
         left = stop.seconds_left(self.config.checkpoint.grace_s)
         free = self.saver.wait(left)
+        self._hear_saves()
         left = stop.seconds_left(self.config.checkpoint.grace_s)
-        can = reduce.broadcast_object(free and (left is None or self._save_took < left))
+        saved = self._saved_moment == self.progress.moment  # before an evaluation, say
+        can = reduce.broadcast_object(free and (saved or left is None or self._save_took < left))
         if can:
             self.save()
             self.saver.wait()
@@ -307,7 +350,7 @@ class Trainer:
             self._stream = BatchStream(
                 self.data.train, order, self.progress.position, t.global_batch_size, seq_len=t.seq_len, mtp_depth=depth,
                 micro_batch_size=t.micro_batch_size, rank=reduce.rank(), world_size=reduce.world_size(),
-                pin_memory=self.device.type == "cuda",
+                threads=self.config.data.workers, pin_memory=self.device.type == "cuda",
             )  # fmt: skip
         return self._stream
 
@@ -316,8 +359,13 @@ class Trainer:
             self._stream.close()
             self._stream = None
 
-    def _due(self, every: int) -> bool:
-        return self.step >= self.total_steps or (every > 0 and self.step % every == 0)
+    def _mesh(self) -> DeviceMesh | None:
+        sharding = getattr(self.model, "sharding", None)
+        return None if sharding is None else sharding.mesh
+
+    def _due(self, every: int, step: int | None = None) -> bool:
+        step = self.step if step is None else step
+        return step >= self.total_steps or (every > 0 and step % every == 0)
 
     def _evaluation_due(self) -> bool:
         return self._due(self.config.training.eval_every)
@@ -325,8 +373,16 @@ class Trainer:
     def _checkpoint_due(self) -> bool:
         return self.step == self.decay_start or self._due(self.config.checkpoint.every)
 
-    def _line_due(self, result: TrainStepResult) -> bool:
-        return result.skipped or self.progress.attempt == 1 or self._due(self.config.logging.every)
+    def _owes_evaluation(self) -> bool:
+        """Whether the update that was resumed from was to be evaluated, and the run ended before that was done."""
+        if self.run_dir is None or not self.step or not self._evaluation_due():
+            return False
+        path = self.run_dir / METRICS
+        return bool(reduce.broadcast_object(reduce.is_main() and not has_evaluation(path, self.progress.attempt)))
+
+    def _line_due(self, step: int, attempt: int) -> bool:
+        """Whether the attempt at an update is logged; one that turns out a skip is in any case."""
+        return attempt == 1 or self._due(self.config.logging.every, step)
 
     def _after_skip(self, result: TrainStepResult) -> None:
         """Say why; go back a checkpoint after a spike if asked; stop after too many in a row."""
