@@ -41,6 +41,8 @@ class Chart:
     wide: bool = False
 
 
+PARTS = "(?:embedding|head|mtp|experts|attention|gdn|other)"  # as in hymo.training.probe
+
 CHARTS = (
     Chart("loss", "Learning", "Training loss", ("loss",), "Cross entropy of the next token, nats a token", smooth=True,
           wide=True),
@@ -57,8 +59,12 @@ CHARTS = (
           kind="rate"),
     Chart("grad_norm", "Gradients and updates", "Gradient norm", ("grad_norm",), "Before clipping", log=True,
           smooth=True),
-    Chart("grad_norms", "Gradients and updates", "Gradient norm by group", (r"grad_norm_.+",), log=True, smooth=True),
-    Chart("update_rms", "Gradients and updates", "Update RMS by group", (r"update_rms.*",), log=True, smooth=True),
+    Chart("grad_algorithms", "Gradients and updates", "Gradient norm by algorithm", (rf"grad_norm_(?!{PARTS}$).+",),
+          log=True, smooth=True),
+    Chart("grad_parts", "Gradients and updates", "Gradient norm by part", (rf"grad_norm_{PARTS}",), log=True,
+          smooth=True),
+    Chart("update_parts", "Gradients and updates", "Update size by part", (r"update_rms_.+",),
+          "Root mean square of what an update changes in the weights", log=True, smooth=True),
     Chart("logits", "Gradients and updates", "Largest attention logit", (r"attention_logit_max.*",), smooth=True),
     Chart("speed", "Speed and memory", "Throughput", ("tokens_per_s",), "Tokens a second, all ranks", "count",
           smooth=True),

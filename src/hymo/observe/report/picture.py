@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hymo.errors import HyMoError
 from hymo.observe.report.charts import page_data
 from hymo.observe.report.read import Run
 from hymo.observe.units import count, size
 
-SHOWN = ("loss", "val_bpb", "val_loss", "lr_muon", "grad_norm", "speed", "memory", "experts")
+SHOWN = ("loss", "val_bpb", "lr_muon", "grad_norm", "speed", "experts", "val_loss", "memory", "total_loss")
 MOST = 6
+SMOOTHING, FEW = 0.9, 60  # of charts that jitter, where a line has more than a few points
 # Okabe and Ito's colours, told apart by readers of any colour vision; further runs differ in dashes too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b4f58")
 DASHES = ("-", "--", ":", "-.")
@@ -73,8 +76,11 @@ def _chart(axes: Any, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> 
                 axes.axvline(mark["step"], color="#5b606b", lw=0.7, ls="-" if mark["kind"] == "branch" else "--")
     axes.set_title(chart["title"], loc="left", fontsize=9)
     axes.set_xlabel("update")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}")
     if chart["log"]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     formats = {"bytes": size, "count": count, "percent": lambda v: f"{v:.0%}"}
     if chart["unit"] in formats:
         axes.yaxis.set_major_formatter(lambda value, _: formats[chart["unit"]](value))
@@ -85,16 +91,31 @@ def _chart(axes: Any, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> 
 def _line(axes: Any, chart: dict[str, Any], run: dict[str, Any], name: str, colour: str, dash: int) -> None:
     series = run["series"][name]
     x = run["axes"][series["axis"]]["step"]
-    y = [float("nan") if v is None else v for v in series["y"]]
+    y = _array(series["y"])
     style = DASHES[dash % len(DASHES)]
     label = run["name"] if len(chart["series"]) == 1 else name.removesuffix("@eval")
     if chart["kind"] == "rate" and run["schedule"]:
         axes.plot(run["schedule"]["step"], run["schedule"][name], color=colour, lw=0.8, alpha=0.5)
     if "lo" in series:
-        low, high = ([float("nan") if v is None else v for v in series[k]] for k in ("lo", "hi"))
-        axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+        axes.fill_between(x, _array(series["lo"]), _array(series["hi"]), color=colour, alpha=0.2, lw=0)
+    if chart["smooth"] and len(y) > FEW:
+        if "lo" not in series:
+            axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
+        y = _smoothed(y)
     marker = "o" if chart["kind"] == "dots" or len(x) == 1 else None
     axes.plot(x, y, style, color=colour, lw=1.2, marker=marker, ms=2.5, label=label)
+
+
+def _array(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in values], dtype=float)
+
+
+def _smoothed(y: np.ndarray) -> np.ndarray:
+    """As the page does: all values, weighed by SMOOTHING^distance to both sides."""
+    kernel = SMOOTHING ** np.abs(np.arange(-FEW // 2, FEW // 2 + 1))
+    there = np.isfinite(y)
+    sums = np.convolve(np.where(there, y, 0.0), kernel, mode="same")
+    return np.where(there, sums / np.maximum(np.convolve(there.astype(float), kernel, mode="same"), 1e-12), np.nan)
 
 
 def _heat(figure: Any, axes: Any, run: dict[str, Any]) -> None:

@@ -181,7 +181,7 @@ class ChartCard {
     if (min == null || max == null) return this.log ? [0.1, 1] : [0, 1];
     if (this.log) return [min / 1.12, max * 1.12];
     if (this.spec.unit === "bytes" || this.spec.unit === "count" || this.spec.kind === "rate") min = Math.min(min, 0);
-    const room = max > min ? 0.06 * (max - min) : Math.abs(max) * 0.1 || 1;
+    const room = max > min ? 0.06 * (max - min) : Math.abs(max) * 0.1 || (this.spec.unit === "percent" ? 0.01 : 1);
     return [min === 0 || (min > 0 && min - room < 0) ? 0 : min - room, max + room];
   }
 

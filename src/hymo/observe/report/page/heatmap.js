@@ -25,7 +25,7 @@ class HeatCard {
       element("div", { class: "head" }, element("h3", {}, "Load of the experts")),
       element("p", { class: "about" }, "Assignments of each expert over the mean of its layer"),
       this.tools, plot,
-      element("div", { class: "ramp" }, "half or less", this.ramp, "twice or more; 1 is an even share"), this.live,
+      element("div", { class: "ramp" }, "half", this.ramp, "twice the even share"), this.live,
     );
     this.canvas.addEventListener("mousemove", (event) => this.point(event));
     this.canvas.addEventListener("mouseleave", () => { this.tip.hidden = true; });
