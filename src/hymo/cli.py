@@ -7,11 +7,14 @@ were not finite; 130 interrupted before there was anything to save.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 from hymo import __version__
 from hymo.errors import HyMoError
@@ -166,17 +169,36 @@ def run_train(args: argparse.Namespace, overrides: list[str]) -> int:
     path = find_config(one_config(args))
     if args.print_config:
         return print_config(path, overrides)
-    from hymo.training.launch import train
+    with stoppable():
+        from hymo.training.launch import train
 
-    return train(
-        path,
-        overrides,
-        run_dir=args.run_dir,
-        resume=args.resume,
-        init_from=args.init_from,
-        profile=args.profile,
-        config_given=(args.config or args.config_file) is not None,
-    )
+        return train(
+            path,
+            overrides,
+            run_dir=args.run_dir,
+            resume=args.resume,
+            init_from=args.init_from,
+            profile=args.profile,
+            config_given=(args.config or args.config_file) is not None,
+        )
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM ends the process with 0 while there is nothing to save: the seconds of imports, before a run listens."""
+
+    def end(number: int, _frame: object) -> None:
+        print(f"stopped by {signal.Signals(number).name} before the first step: nothing was written", flush=True)
+        os._exit(0)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours to handle
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def print_config(path: object, overrides: list[str]) -> int:
