@@ -1,5 +1,8 @@
 """The plan's arithmetic against the model and the schedule themselves."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hymo.cli import main
@@ -24,9 +27,13 @@ def test_flops_of_the_production_model():
     assert flops_per_token(model, 8192) - flops_per_token(model, 4096) == 6 * 10 * 14 * 160 * 2048
 
 
+def printed(capsys, *words):
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_plan_prints_what_a_launch_needs(capsys):
-    assert main(["plan", "hymo_750m", "--gpus", "4"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "hymo_750m", "--gpus", "4", "--device", "a100-80gb")
     for text in (
         "1,133,711,232",
         "440,078,208",
@@ -34,16 +41,56 @@ def test_the_plan_prints_what_a_launch_needs(capsys):
         "178 matrices",
         "last update",
         "1.000e-03",
+        "On 4 GPUs",
+        "178 matrices on 4 ranks",
+        "24 x GDN blocks",
+        "largest micro_batch_size that fits:",
+        "at 40% of 312 TFLOP/s a GPU: 3.44",  # 1,719 TFLOP / (4 x 312 TFLOP/s x 0.4)
     ):
         assert text in out
-    assert "Over 4 ranks" in out
-    assert "a rank holds 1.06 GiB of parameters" in out  # 1.134e9 x 4 bytes / 4
-    assert "a rank sends 6.33 GiB" in out  # 8 bytes a parameter x 3/4: two bf16 gathers, one fp32 reduction
-    assert "178 matrices on 4 ranks" in out
+    assert "│ parameters, fp32             │         │  1.06 GiB │" in out  # 1.134e9 x 4 bytes / 4
+    assert "WARNING" not in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert max(len(line) for line in out.splitlines() if line[:1] in "│┃┏├└") <= 80
+
+
+def test_the_plan_warns_and_says_what_to_change(capsys):
+    out = printed(capsys, "hymo_750m", "--device", "a100-40gb", "--training.micro_batch_size", "8")
+    assert "WARNING: it does not fit" in out
+    change = next(line for line in out.splitlines() if line.startswith("change: "))
+    words = change.split()
+    smaller = int(words[words.index("--training.micro_batch_size") + 1].rstrip(";"))
+    assert 1 <= smaller < 8 and "activation_checkpointing" in change
+    fits = printed(capsys, "hymo_750m", "--device", "a100-40gb", "--training.micro_batch_size", str(smaller))
+    assert "WARNING" not in fits
+    larger = ["--training.micro_batch_size", str(smaller + 1)]
+    assert "WARNING" in printed(capsys, "hymo_750m", "--device", "a100-40gb", *larger)
+    assert "more than 1 GPUs" in printed(capsys, "hymo_750m", "--device", "rtx4090", "--training.seq_len", "262144")
+
+
+def test_the_plan_for_a_thousand_gpus(capsys):
+    words = ["--training.global_batch_size", "4096", "--training.replicas", "128"]
+    out = printed(capsys, "hymo_750m", "--gpus", "1024", "--device", "h200", *words)
+    assert "128 copies of 8 shards; a rank runs 1 micro-batches of 4 an update" in out
+    assert "gradients between copies" in out
+
+
+def test_three_steps_beside_the_plan(capsys):
+    small = ["--training.seq_len", "16", "--training.global_batch_size", "2", "--training.micro_batch_size", "2"]
+    out = printed(capsys, "tiny", "--check", *small, f"--data.source={Path(json.__file__).parent}")
+    rows = {line.split("│")[1].strip(): line.split("│")[2:5] for line in out.splitlines() if line.startswith("│")}
+    for term in ("parameters", "gradients", "optimizer state"):
+        assert float(rows[term][2].strip().rstrip("%")) == pytest.approx(0, abs=1)
+    assert not rows["forward and backward"][1].strip() and "a CPU has no count" in out
 
 
 def test_plan_rows_and_faults(capsys):
-    assert main(["plan", "tiny", "--rows"]) == 0
-    assert "layers.0.in_proj.weight" in capsys.readouterr().out
-    assert main(["plan", "tiny", "--gpus", "0"]) == 2
-    assert "--gpus: found 0" in capsys.readouterr().err
+    assert "layers.0.in_proj.weight" in printed(capsys, "tiny", "--rows")
+    for words, fault in (
+        (["--gpus", "0"], "--gpus: found 0"),
+        (["--device", "abacus"], "--device: found abacus; accepted: a100-40gb"),
+        (["--mfu", "2"], "--mfu: found 2.0"),
+        (["--gpus", "4", "--training.replicas", "3"], "training.replicas: found 3"),
+    ):
+        assert main(["plan", "tiny", *words]) == 2
+        assert fault in capsys.readouterr().err

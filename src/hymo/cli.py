@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from hymo import __version__
+from hymo import __version__, cli_models
 from hymo.errors import HyMoError
 
 OVERRIDE = re.compile(r"^--[A-Za-z_]+\.[^=]+(=|$)")
@@ -79,7 +79,7 @@ def build_parser() -> Parser:
     add_config(train)
     train.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: the next free runs/NAME-N)")
     train.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint, or start")
-    train.add_argument("--init-from", metavar="CKPT", help="start from the weights of a checkpoint or run, at step 0")
+    train.add_argument("--init-from", metavar="PATH", help="a run, checkpoint or exported folder to take weights from")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     train.add_argument("--profile", metavar="START:STOP", help="write a trace of these steps into the run folder")
     train.set_defaults(run=run_train, parser=train)
@@ -98,9 +98,12 @@ def build_parser() -> Parser:
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     generate.set_defaults(run=run_generate, parser=generate)
 
-    plan = verbs.add_parser("plan", help="before launch: parameters, initialisation, partition, rates")
+    plan = verbs.add_parser("plan", help="before launch: parameters, memory and traffic of a rank, time, rates")
     add_config(plan)
-    plan.add_argument("--gpus", type=int, default=1, metavar="N", help="also what each of N ranks holds and sends")
+    plan.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks, a GPU each (default: 1)")
+    plan.add_argument("--device", metavar="NAME", help="their kind, for example h200 or a100-80gb (default: this GPU)")
+    plan.add_argument("--mfu", type=float, default=0.4, metavar="X", help="utilisation to reckon with (default: 0.4)")
+    plan.add_argument("--check", action="store_true", help="run 3 steps here: predicted beside measured")
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
     plan.set_defaults(run=run_plan, parser=plan)
 
@@ -144,6 +147,8 @@ def build_parser() -> Parser:
     report.add_argument("--port", type=int, metavar="N", help="of --watch (default: a free one)")
     report.add_argument("--png", metavar="FILE", help="a picture for a paper instead: .png, .pdf or .svg")
     report.set_defaults(run=run_report, parser=report)
+
+    cli_models.add_parsers(verbs)
 
     bench = verbs.add_parser("bench", help="side by side with what else is installed, error and limit beside each time")
     kinds = bench.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
@@ -238,12 +243,14 @@ def run_generate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.config_io import find_config, load_config
-    from hymo.plan import print_plan
+    from hymo.plan import plan_command
 
-    config = load_config(find_config(one_config(args)), overrides)
     if not 1 <= args.gpus <= 100_000:
         raise HyMoError(f"--gpus: found {args.gpus}; accepted: a whole number from 1 to 100000")
-    return print_plan(config, rows=args.rows, gpus=args.gpus)
+    if not 0 < args.mfu <= 1:
+        raise HyMoError(f"--mfu: found {args.mfu}; accepted: a number above 0, at most 1")
+    config = load_config(find_config(one_config(args)), overrides)
+    return plan_command(config, rows=args.rows, gpus=args.gpus, device=args.device, mfu=args.mfu, check=args.check)
 
 
 def run_bench_train(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -1,27 +1,23 @@
-"""Before launch: parameters by part, FLOPs, the optimizer's partition, the rates, by arithmetic on the configuration.
+"""Before launch: parameters by part, FLOPs, the optimizer's partition, what a rank holds and sends, the rates.
 
 What counts as a FLOP is said in `flops_per_token`; MFU everywhere uses it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from hymo.config import HyMoConfig, ModelConfig
 from hymo.config_io import derived_values
-from hymo.data.loader import Deal
-from hymo.observe.units import count, size
+from hymo.errors import HyMoError
+from hymo.observe.devices import DEVICES, Device, find_device
+from hymo.observe.units import count
 from hymo.training.scheduler import JointWSDScheduler, Step
-
-if TYPE_CHECKING:
-    from hymo.models.model import HyMo
-    from hymo.optim.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -128,65 +124,60 @@ def parameter_table(config: HyMoConfig) -> Table:
     return table
 
 
-def sharding_lines(config: HyMoConfig, model: HyMo, table: Partition, gpus: int) -> list[str]:
-    """What each of ``gpus`` ranks holds and sends under FSDP2, by arithmetic: no activations, no gathered weights."""
+def print_plan(
+    config: HyMoConfig, *, rows: bool = False, gpus: int = 1, device: Device | None = None, mfu: float = 0.4
+) -> int:
+    """Print the plan of ``gpus`` ranks on a device; ``rows``: the partition parameter by parameter."""
     from hymo.distributed.fsdp import placements
-    from hymo.optim.build import plan_step
-
-    placed = placements(model, gpus)
-    kinds = Counter(where for _, _, where in placed)
-    sizes = {name: math.prod(shape) for name, shape, _ in placed}
-    whole = sum(sizes[name] for name, _, where in placed if where == "replicate")
-    cut = sum(sizes.values()) - whole
-    state = {"adamw": 8, "normuon": 4, "muon": 4}  # bytes a parameter: two moments, or one momentum
-    kept = sum(row.numel * state[row.algorithm] for row in table)
-    share = cut / gpus + whole
-    gathered = 2 if config.training.fsdp_mixed_precision == "bfloat16" else 4
-    sent = cut * (2 * gathered + 4) * (gpus - 1) / gpus
-    deal = Deal(config.training.global_batch_size, gpus, config.training.micro_batch_size)
-    lines = [
-        f"placements: {', '.join(f'{n} parameters {where}' for where, n in kinds.most_common())}",
-        f"a rank holds {size(4 * share)} of parameters, {size(4 * share)} of gradients, {size(kept / gpus)} of "
-        "optimizer state (activations and gathered weights come on top)",
-        f"a rank runs {deal.n_micro_batches} micro-batches of {config.training.micro_batch_size} an update"
-        + (f", {deal.padded_share:.1%} of them filler" if deal.padded_share else ""),
-        f"a rank sends {size(sent)} for the weights and gradients of a micro-batch (reshard: layer), or of a whole "
-        "update (reshard: step)",
-    ]
-    return [*lines, *str(plan_step(table, gpus, config.optimizer, itemsize=gathered)).splitlines()]
-
-
-def print_plan(config: HyMoConfig, *, rows: bool, gpus: int) -> int:
-    """Print the plan; ``rows``: the partition parameter by parameter; ``gpus`` above 1: what ranks hold and send."""
     from hymo.models.init import describe
     from hymo.models.model import build_hymo
+    from hymo.optim.build import plan_step
     from hymo.optim.partition import partition
+    from hymo.planning import show
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = 140  # a pipe has no width of its own: names stay whole
+        console.width = 80  # a pipe has no width of its own
+
+    def lines(text: Iterable[str]) -> None:
+        for line in text:
+            console.print(line, markup=False)
+
     console.print(parameter_table(config))
     flops = flops_per_token(config.model, config.training.seq_len)
-    console.print(
-        f"{count(flops)} FLOP a token forward and backward at {config.training.seq_len} tokens (what MFU counts)"
-    )
+    lines([f"{count(flops)} FLOP a token forward and backward at {config.training.seq_len} tokens (what MFU counts)"])
     for name, value in derived_values(config).items():
-        console.print(f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else ""))
+        lines([f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else "")])
 
     model = build_hymo(config, device="meta")
     starts = Table("parameters", "number", "start", title="Initialisation", title_justify="left")
+    starts.columns[0].no_wrap = True
     for pattern, number, text in describe(model):
         starts.add_row(pattern, f"{number:,}", text)
     console.print()
     console.print(starts)
     table = partition(model, config.optimizer)
-    console.print("\nOptimizer partition\n" + (str(table) if rows else table.summary()), markup=False)
+    lines(["\nOptimizer partition", str(table) if rows else table.summary()])
 
+    plan = show.RankPlan(config, model, gpus, device)
+    lines([f"\nOn {gpus} GPU{'s' if gpus > 1 else ''}", show.deal_line(plan)])
     if gpus > 1:
-        console.print(f"\nOver {gpus} ranks")
-        for line in sharding_lines(config, model, table, gpus):
-            console.print(line, markup=False)
+        shards = gpus // config.training.replicas
+        kinds = Counter(where for _, _, where in placements(model, shards))
+        lines(["placements: " + ", ".join(f"{n} parameters {where}" for where, n in kinds.most_common())])
+        itemsize = 2 if config.training.fsdp_mixed_precision == "bfloat16" else 4
+        lines(str(plan_step(table, shards, config.optimizer, itemsize, config.training.replicas)).splitlines())
+    console.print(show.memory_table(plan))
+    lines(show.fit_lines(plan))
+    if gpus > 1:
+        console.print(show.traffic_table(plan))
+    lines(show.time_lines(plan, flops, mfu))
+    print_rates(console, config)
+    return 0
 
+
+def print_rates(console: Console, config: HyMoConfig) -> None:
+    """The schedule: its landmarks, and a picture."""
     scheduler = JointWSDScheduler(config.scheduler)
     rates = Table("update", "", "factor", "NorMuon", "AdamW", title="Rates", title_justify="left")
     for update, what in scheduler.landmarks():
@@ -196,4 +187,23 @@ def print_plan(config: HyMoConfig, *, rows: bool, gpus: int) -> int:
     console.print()
     console.print(rates)
     console.print(scheduler.picture(), markup=False)
-    return 0
+
+
+def plan_command(config: HyMoConfig, *, rows: bool, gpus: int, device: str | None, mfu: float, check: bool) -> int:
+    """``hymo plan``. ``device`` None: the GPU of this machine, if it is a known one."""
+    if check:
+        from hymo.planning.check import check as run_check
+
+        return run_check(config)
+    replicas = config.training.replicas
+    if gpus % replicas:
+        raise HyMoError(f"training.replicas: found {replicas}; accepted with --gpus {gpus}: a divisor of it")
+    return print_plan(config, rows=rows, gpus=gpus, device=_planned_device(device), mfu=mfu)
+
+
+def _planned_device(name: str | None) -> Device | None:
+    if name is not None:
+        return find_device(name)
+    import torch
+
+    return DEVICES.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

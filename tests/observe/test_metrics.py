@@ -20,7 +20,7 @@ from hymo.observe.units import count, duration, size
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H200 NVL", None),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA L40S", 362e12),

@@ -214,11 +214,11 @@ def gather_model(model: HyMo) -> HyMo:
     return whole.train(model.training)
 
 
-def resolve_reshard(choice: str, model: nn.Module, device_type: str) -> str:
+def resolve_reshard(choice: str, model: nn.Module, device_type: str, memory: float | None = None) -> str:
     """``layer`` | ``step`` | ``never``.
 
     ``auto`` is ``step`` where six bytes a parameter (unsharded bf16 weights and fp32 gradients) fit into a fifth of the
-    GPU's memory, else ``layer``.
+    GPU's memory (bytes; None: that of this process's GPU), else ``layer``.
     """
     if choice not in RESHARD:
         raise ValueError(f"training.reshard: found {choice!r}, accepted: {', '.join(RESHARD)}")
@@ -227,7 +227,9 @@ def resolve_reshard(choice: str, model: nn.Module, device_type: str) -> str:
     if device_type != "cuda":
         return "layer"
     needed = 6 * sum(p.numel() for p in model.parameters())
-    return "step" if needed <= STEP_SHARE * torch.cuda.get_device_properties().total_memory else "layer"
+    if memory is None:
+        memory = torch.cuda.get_device_properties().total_memory
+    return "step" if needed <= STEP_SHARE * memory else "layer"
 
 
 # --- the steps of wrapping ---

@@ -10,28 +10,13 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peak in FLOP/s by the whole name of a device as the driver gives it: by part of it an H100 NVL would be an
-# H100. An unknown device has no MFU: never a guess, and never the figure with sparsity (fms-fsdp#89, Megatron-LM#1565).
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
+from hymo.observe.devices import DEVICES
 
 
 def device_peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known CUDA device, else None."""
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    known = DEVICES.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if known is None else known.peak
 
 
 def jsonable(value: Any) -> Any:
