@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 
 import pytest
 
 from hymo.observe.report.page import render
 from hymo.observe.report.read import open_readers
+from hymo.observe.report.watch import Server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -76,9 +78,13 @@ def browse(page, tmp_path, *flags):
     """(the page's elements after its scripts ran, what was said on the console)."""
     file = tmp_path / "page.html"
     file.write_text(page, encoding="utf-8")
+    return visit(file.as_uri(), tmp_path, *flags)
+
+
+def visit(address, tmp_path, *flags):
     profile = tmp_path / "profile"
     shutil.rmtree(profile, ignore_errors=True)
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, file.as_uri()]
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -147,3 +153,23 @@ def test_the_policy_stops_what_is_not_the_pages_own_and_nothing_of_it(pages, tmp
     dom, console = browse(smuggled, tmp_path)
     assert "<title>smuggled" not in dom
     assert sum("Content Security Policy" in line for line in console) == 2
+
+
+def test_a_watched_page_takes_in_rows_that_arrive(tmp_path):
+    run = second_run(tmp_path / "run")
+
+    class Growing(Server):
+        """One more row after the page has been sent."""
+
+        def finish_request(self, request, client_address):
+            super().finish_request(request, client_address)
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 4001, "attempt": 4001, "loss": 1.5, "skipped": false}\n')
+
+    with Growing(open_readers([run])) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        dom, console = visit(server.url, tmp_path, "--virtual-time-budget=9000")
+        server.shutdown()
+    assert console == []
+    assert "4,001 updates" in dom and "live, " in dom
+    assert int(re.search(r'data-drawn="(\d+)"', dom)[1]) >= 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ HEAT_BUCKETS = 96
 
 EXPERT_LOAD = "expert_load"
 """The row's key of assignments by layer and expert: a list of lists."""
+
+
+TokensAt = Callable[[float], int | None]
+"""Update -> tokens read until then."""
 
 
 @dataclass(frozen=True)
@@ -118,19 +122,18 @@ def _columns(run: Run) -> dict[str, list[Row]]:
 
 
 def _run(run: Run, columns: dict[str, list[Row]]) -> dict[str, Any]:
-    axes: dict[tuple[int, int, int], int] = {}
-    tables: list[dict[str, list[float | None]]] = []
+    axes: dict[tuple[float, ...], int] = {}
+    tables: list[dict[str, Sequence[float | None]]] = []
     tokens_at = _tokens(run.updates)
     series = {}
     for name, rows in columns.items():
-        key = (id(rows), len(rows), int(rows[0]["step"])) if rows is run.updates else (id(rows), len(rows), -1)
-        if key not in axes:
-            axes[key] = len(tables)
-            steps = [float(row["step"]) for row in rows]
-            tokens = [number(row.get("tokens")) or tokens_at(row["step"]) for row in rows]
-            tables.append({"step": _ends(steps), "tokens": _ends(tokens)})
+        steps = tuple(float(row["step"]) for row in rows)
+        if steps not in axes:
+            axes[steps] = len(tables)
+            shown = _ends(steps)
+            tables.append({"step": shown, "tokens": [tokens_at(step) for step in shown]})
         values = [number(row.get(name.removesuffix("@eval"))) for row in rows]
-        series[name] = {"axis": axes[key]} | _thin(values)
+        series[name] = {"axis": axes[steps]} | _thin(values)
     return {
         "name": run.name,
         "step": run.step,
@@ -166,12 +169,11 @@ def _thin(values: Sequence[float | None]) -> dict[str, list[float | None]]:
     return {"y": _short(mean), "lo": _short(low), "hi": _short(high)}
 
 
-def _ends(values: Sequence[float | None]) -> list[float | None]:
-    """x values: of a bucket, its last."""
-    if _bucket(len(values)) > 1:
-        ends = [*(_edges(len(values))[1:] - 1), len(values) - 1]
-        values = [values[i] for i in ends]
-    return [None if v is None else int(v) if float(v).is_integer() else v for v in values]
+def _ends(steps: Sequence[float]) -> list[float]:
+    """Steps as they are, or of each bucket the last."""
+    if _bucket(len(steps)) > 1:
+        steps = [steps[i] for i in (*(_edges(len(steps))[1:] - 1), len(steps) - 1)]
+    return [_integer(step) for step in steps]
 
 
 def _short(values: Iterable[float | None]) -> list[float | None]:
@@ -183,24 +185,24 @@ def _integer(value: float) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
-def _tokens(updates: list[Row]):  # type: ignore[no-untyped-def]
+def _tokens(updates: list[Row]) -> TokensAt:
     """step -> tokens read until then, by the rows (None where they do not say)."""
     pairs = [(row["step"], number(row.get("tokens"))) for row in updates]
     known = [(step, tokens) for step, tokens in pairs if tokens is not None]
     if not known:
         return lambda step: None
-    steps, tokens = (np.array(column, dtype=float) for column in zip(*known, strict=True))
+    steps, tokens = (np.array([0, *column], dtype=float) for column in zip(*known, strict=True))
     a_step = tokens[-1] / max(steps[-1], 1)
 
     def at(step: float) -> int:
         if step > steps[-1]:  # the part of the schedule that is yet to come
             return round(tokens[-1] + (step - steps[-1]) * a_step)
-        return round(float(np.interp(step, [0, *steps], [0, *tokens])))
+        return round(float(np.interp(step, steps, tokens)))
 
     return at
 
 
-def _schedule(run: Run, tokens_at) -> dict[str, list[float]] | None:  # type: ignore[no-untyped-def]
+def _schedule(run: Run, tokens_at: TokensAt) -> dict[str, Any] | None:
     """The schedule's whole curve at 300 updates and at its corners."""
     if run.config is None or run.total_steps is None:
         return None
@@ -217,7 +219,7 @@ def _schedule(run: Run, tokens_at) -> dict[str, list[float]] | None:  # type: ig
     return {"step": steps, "tokens": tokens} | {k: _short(f * lr for f in factors) for k, lr in curves.items()}
 
 
-def _experts(run: Run, tokens_at) -> dict[str, Any] | None:  # type: ignore[no-untyped-def]
+def _experts(run: Run, tokens_at: TokensAt) -> dict[str, Any] | None:
     """Load of every expert over the mean of its layer, [moment][layer][expert], averaged over spans of updates."""
     found = [(row["step"], load) for row in run.updates if (load := _load(row)) is not None]
     found = [(step, load) for step, load in found if load.shape == found[-1][1].shape]

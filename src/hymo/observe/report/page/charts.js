@@ -35,11 +35,12 @@ class ChartCard {
     this.now = element("span", { class: "now" });
     this.names = element("div", { class: "names" });
     this.tip = element("div", { class: "tip", hidden: "" });
-    this.plot = element("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
+    this.plot = element("div", { class: "plot", tabindex: 0, role: "group", "aria-roledescription": "chart" });
+    const about = spec.about || spec.series.length < 2 ? element("p", { class: "about" }, spec.about) : null;
     this.element = element(
       "div", { class: spec.wide ? "card wide" : "card", "data-chart": spec.id },
       element("div", { class: "head" }, element("h3", {}, spec.title), this.now),
-      spec.about || spec.series.length < 2 ? element("p", { class: "about" }, spec.about) : null, this.names, this.plot, this.live,
+      about, this.names, this.plot, this.live,
     );
     this.plot.addEventListener("keydown", (event) => this.key(event));
     this.plot.addEventListener("focus", () => { this.focused = this.plot.matches(":focus-visible"); });
@@ -69,8 +70,9 @@ class ChartCard {
         if (!series) return;
         const x = run.axes[series.axis][page.across];
         const weight = spec.smooth && series.y.length > FEW ? page.smoothing : 0;
-        if (series.lo) lines.push({ ...base, role: "lo", x, y: series.lo }, { ...base, role: "hi", x, y: series.hi });
-        else if (weight > 0) lines.push({ ...base, role: "raw", x, y: series.y });
+        if (series.lo) {
+          lines.push({ ...base, role: "lo", x, y: series.lo }, { ...base, role: "hi", x, y: series.hi });
+        } else if (weight > 0) lines.push({ ...base, role: "raw", x, y: series.y });
         lines.push({ ...base, role: "main", x, y: weight > 0 ? smoothed(series.y, weight) : series.y });
         if (spec.kind === "rate") lines.push({ ...base, role: "point", x: x.slice(-1), y: series.y.slice(-1) });
       });
@@ -103,8 +105,9 @@ class ChartCard {
 
   series(line) {
     const rgb = this.stroke(line), few = line.x.length <= 40, dots = this.spec.kind === "dots";
+    const points = { show: dots || few, size: dots ? 6 : 4, fill: css(rgb) };
     const looks = {
-      main: { stroke: css(rgb), width: 2, points: { show: line.x.length === 1 || dots || few, size: dots ? 6 : 4, fill: css(rgb) } },
+      main: { stroke: css(rgb), width: 2, points },
       raw: { stroke: css(rgb, 0.28), width: 1, points: { show: false } },
       plan: { stroke: css(rgb, 0.4), width: 1.5, points: { show: false } },
       point: { stroke: css(rgb), width: 0, points: { show: true, size: 9, fill: css(rgb) } },
@@ -117,6 +120,7 @@ class ChartCard {
   /** Draw anew: after new rows, another theme, smoothing or choice of runs. */
   draw() {
     const lines = this.lines();
+    const cursor = this.plotted?.cursor; // a reader who points at the chart goes on doing so
     this.drawn = lines;
     this.plotted?.destroy();
     this.plotted = null;
@@ -134,6 +138,9 @@ class ChartCard {
     over.addEventListener("mouseleave", () => { this.hovered = false; this.tip.hidden = true; });
     over.addEventListener("dblclick", () => this.page.zoomTo(null));
     this.describe(lines);
+    if ((this.hovered || this.focused) && cursor?.left >= 0) {
+      this.plotted.setCursor({ left: cursor.left, top: cursor.top });
+    }
   }
 
   options(lines) {
@@ -149,7 +156,10 @@ class ChartCard {
       },
       series: [{}, ...lines.map((line) => this.series(line))],
       axes: [
-        { ...axis, size: 30, gap: 6, space: 70, values: (u, at) => at.map((v) => (Number.isInteger(v) ? tick(v, across) : "")) },
+        {
+          ...axis, size: 30, gap: 6, space: 70,
+          values: (u, at) => at.map((v) => (Number.isInteger(v) ? tick(v, across) : "")),
+        },
         {
           ...axis, gap: 6, size: (u, labels) => 14 + 7 * Math.max(2, ...(labels || []).map((l) => l.length)),
           splits: (u, i, min, max) => ticks(min, max, Math.max(2, this.height / 52)), filter: (u, at) => at,
@@ -158,7 +168,10 @@ class ChartCard {
       ],
       cursor: {
         y: false, drag: { x: true, y: false, setScale: false },
-        sync: { key: "hymo", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: {
+          key: "hymo", scales: ["x", null],
+          filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+        },
         dataIdx: (u, i, at) => this.nearest(u, i, at),
         points: { size: (u, i) => (i > 0 && lines[i - 1].role === "main" ? 8 : 0) },
       },
@@ -245,11 +258,11 @@ class ChartCard {
       const j = this.nearest(u, i + 1, at), value = u.data[i + 1][j];
       if (value == null || Math.abs(u.data[0][j] - x) > FAR * span) return;
       told = told ?? u.data[0][j];
-      const before = this.drawn[i - 1];
-      const raw = before && before.role === "raw" && before.run === line.run && before.name === line.name ? u.data[i][j] : null;
-      rows.push(this.row(line, value, raw));
+      // A line's raw values stand right before it.
+      rows.push(this.row(line, value, this.drawn[i - 1]?.role === "raw" ? u.data[i][j] : null));
     });
-    const title = page.across === "tokens" ? `${shown(told ?? x, "count")} tokens` : `update ${Math.round(told ?? x).toLocaleString("en")}`;
+    const place = told ?? x;
+    const title = page.across === "tokens" ? `${shown(place, "count")} tokens` : `update ${whole(place)}`;
     const events = page.marksNear(x, 0.008 * span).map((text) => element("div", { class: "happened" }, text));
     this.tip.replaceChildren(element("b", {}, title), ...rows, ...events);
     if (this.focused) this.live.textContent = this.tip.innerText.replace(/\n+/g, ", ");
@@ -262,10 +275,12 @@ class ChartCard {
   row(line, value, raw) {
     const { page } = this, mark = element("span", { class: "swatch" });
     mark.style.background = css(this.stroke(line));
-    const words = [page.runs.length > 1 ? page.runs[line.run].name : null, this.spec.series.length > 1 ? label(line.name) : null];
+    const words = page.runs.length > 1 ? [page.runs[line.run].name] : [];
+    if (this.spec.series.length > 1 || !words.length) words.push(label(line.name));
+    const before = raw == null ? null : element("span", { class: "raw" }, `raw ${shown(raw, this.spec.unit)}`);
     return element(
-      "div", {}, mark, element("span", { class: "name" }, words.filter(Boolean).join(" / ") || label(line.name)),
-      element("span", { class: "value" }, shown(value, this.spec.unit), raw == null ? null : element("span", { class: "raw" }, `raw ${shown(raw, this.spec.unit)}`)),
+      "div", {}, mark, element("span", { class: "name" }, words.join(" / ")),
+      element("span", { class: "value" }, shown(value, this.spec.unit), before),
     );
   }
 
@@ -281,7 +296,8 @@ class ChartCard {
       this.focused = true;
       u.setCursor({ left: u.valToPos(x[i], "x"), top: 10 });
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
-      const middle = u.cursor.idx == null ? (min + max) / 2 : x[u.cursor.idx], half = ((max - min) / 2) * (event.key === "-" ? 2 : 0.5);
+      const middle = u.cursor.idx == null ? (min + max) / 2 : x[u.cursor.idx];
+      const half = ((max - min) / 2) * (event.key === "-" ? 2 : 0.5);
       this.page.zoomTo([middle - half, middle + half]);
     } else if (event.key === "Escape") {
       this.tip.hidden = true;
@@ -290,22 +306,27 @@ class ChartCard {
     event.preventDefault();
   }
 
+  /** The last value, the names of the lines, and the chart in words. */
   describe(lines) {
-    const main = lines.filter((line) => line.role === "main");
-    const last = (line) => line.y.findLast((v) => v != null);
-    this.now.textContent = main.length === 1 ? shown(last(main[0]), this.spec.unit) : "";
-    const ends = main.map((line) => `${this.page.runs[line.run].name} ${label(line.name)} ${shown(last(line), this.spec.unit)}`);
-    this.plot.setAttribute("aria-label", `${this.spec.title}. Last: ${ends.join("; ")}. Arrow keys read values.`);
-    const names = [...new Set(main.map((line) => line.name))];
-    this.names.replaceChildren(...(this.spec.series.length > 1 ? names.map((name) => this.sample(main.find((line) => line.name === name))) : []));
+    const { page, spec } = this, main = lines.filter((line) => line.role === "main");
+    const last = (line) => shown(line.y.findLast((v) => v != null), spec.unit);
+    const smooth = spec.smooth && page.smoothing > 0 && lines.some((line) => line.role === "raw" || line.role === "lo");
+    const before = smooth ? [element("span", { class: "raw" }, "smoothed ")] : [];
+    this.now.replaceChildren(...(main.length === 1 ? [...before, last(main[0])] : []));
+    const ends = main.map((line) => `${page.runs[line.run].name} ${label(line.name)} ${last(line)}`);
+    this.plot.setAttribute("aria-label", `${spec.title}. Last: ${ends.join("; ")}. Arrow keys read values.`);
+    const names = spec.series.filter((name) => main.some((line) => line.name === name));
+    const samples = names.map((name) => this.sample(main.find((line) => line.name === name)));
+    this.names.replaceChildren(...(spec.series.length > 1 ? samples : []));
   }
 
   /** A piece of the line beside its name. */
   sample(line) {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), path = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    const [svg, path] = ["svg", "line"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+    const stroke = css(this.page.runs.length > 1 ? colour("--soft") : this.stroke(line));
+    const dashes = this.dash(line).join(" ");
+    const looks = { x1: 0, x2: 26, y1: 4, y2: 4, stroke, "stroke-width": 2, "stroke-dasharray": dashes };
     for (const [k, v] of Object.entries({ width: 26, height: 8, "aria-hidden": "true" })) svg.setAttribute(k, v);
-    const rgb = this.page.runs.length > 1 ? colour("--soft") : this.stroke(line);
-    const looks = { x1: 0, x2: 26, y1: 4, y2: 4, stroke: css(rgb), "stroke-width": 2, "stroke-dasharray": this.dash(line).join(" ") };
     for (const [k, v] of Object.entries(looks)) path.setAttribute(k, v);
     svg.append(path);
     return element("span", {}, svg, label(line.name));

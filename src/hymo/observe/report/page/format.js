@@ -69,6 +69,11 @@ function logTicks(min, max, n) {
   return ticks.filter((v) => v >= min && v <= max);
 }
 
+/** A whole number with its thousands apart. */
+function whole(value) {
+  return Math.round(value).toLocaleString("en");
+}
+
 /** An element; children are elements or text, never HTML. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);

@@ -74,7 +74,7 @@ class HeatCard {
   }
 
   said(moment) {
-    return `update ${Math.round(this.experts.step[moment]).toLocaleString("en")}`;
+    return `update ${whole(this.experts.step[moment])}`;
   }
 
   /** The numbers of the view, by row and column, and what the rows and columns are. */
@@ -87,7 +87,7 @@ class HeatCard {
     const experts = load[0][this.layer].map((_, e) => e);
     return {
       rows: experts.map((e) => load.map((at) => at[this.layer][e])), names: experts.map((e) => `expert ${e}`),
-      columns: step.map((s) => Math.round(s).toLocaleString("en")), title: "update",
+      columns: step.map((s) => whole(s)), title: "update",
     };
   }
 
@@ -95,7 +95,8 @@ class HeatCard {
     const width = this.canvas.parentElement.clientWidth;
     if (!this.experts || !width) return;
     const { rows, names, columns, title } = this.table(), dpr = devicePixelRatio || 1;
-    const left = 16 + 7 * Math.max(...names.map((n) => n.length)), tall = Math.min(34, Math.max(13, 300 / rows.length)), foot = 38;
+    const left = 16 + 7 * Math.max(...names.map((n) => n.length)), foot = 38;
+    const tall = Math.min(34, Math.max(13, 300 / rows.length));
     const height = rows.length * tall + foot, cell = (width - left) / columns.length;
     Object.assign(this.canvas, { width: width * dpr, height: height * dpr });
     this.canvas.style.height = `${height}px`;
@@ -128,8 +129,9 @@ class HeatCard {
     }
     this.shape = { left, cell, tall, rows, names, columns, title };
     this.ramp.style.background = `linear-gradient(90deg, ${this.ends.map((c) => css(c)).join(", ")})`;
-    const flat = rows.flat();
-    this.canvas.setAttribute("aria-label", `Load of the experts, from ${Math.min(...flat).toFixed(2)} to ${Math.max(...flat).toFixed(2)} of an even share. Arrow keys read cells.`);
+    const [least, most] = [Math.min(...rows.flat()), Math.max(...rows.flat())].map((v) => v.toFixed(2));
+    const words = `Load of the experts, from ${least} to ${most} of an even share. Arrow keys read cells.`;
+    this.canvas.setAttribute("aria-label", words);
   }
 
   foot(ctx, columns, title, left, cell, top, soft) {
@@ -152,13 +154,14 @@ class HeatCard {
   point(event) {
     const { left, cell, tall, rows, columns } = this.shape, box = this.canvas.getBoundingClientRect();
     const r = Math.floor((event.clientY - box.top) / tall), c = Math.floor((event.clientX - box.left - left) / cell);
-    if (r < 0 || c < 0 || r >= rows.length || c >= columns.length) { this.tip.hidden = true; return; }
-    this.tell(r, c);
+    this.tip.hidden = r < 0 || c < 0 || r >= rows.length || c >= columns.length;
+    if (!this.tip.hidden) this.tell(r, c);
   }
 
   tell(r, c) {
     const { left, cell, tall, rows, names, columns, title } = this.shape;
-    this.tip.replaceChildren(element("b", {}, `${names[r]}, ${title} ${columns[c]}`), `${rows[r][c].toFixed(3)} of an even share`);
+    const where = element("b", {}, `${names[r]}, ${title} ${columns[c]}`);
+    this.tip.replaceChildren(where, `${rows[r][c].toFixed(3)} of an even share`);
     this.tip.hidden = false;
     const x = left + (c + 1) * cell + 8, wide = this.tip.offsetWidth;
     this.tip.style.left = `${x + wide < this.canvas.clientWidth ? x : Math.max(0, left + c * cell - wide - 8)}px`;

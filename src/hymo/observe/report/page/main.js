@@ -41,11 +41,14 @@ class Page {
       const narrow = specs.filter((spec) => !spec.wide).map((spec) => this.cards.get(spec.id).element);
       narrow.forEach((card, i) => card.classList.toggle("alone", narrow.length % 2 === 1 && i === narrow.length - 1));
       const grid = section.querySelector(".grid");
-      if (cards.length !== grid.children.length || cards.some((card, i) => card !== grid.children[i])) grid.replaceChildren(...cards);
+      const same = cards.length === grid.children.length && cards.every((card, i) => card === grid.children[i]);
+      if (!same) grid.replaceChildren(...cards); // the cards that stay keep the reader's place
     }
     const known = new Set(this.charts.map((chart) => chart.id));
     for (const id of [...this.cards.keys()]) if (!known.has(id)) this.cards.delete(id);
-    this.legend();
+    const names = JSON.stringify(this.runs.map((run) => run.name));
+    if (names !== this.named) this.legend();
+    this.named = names;
   }
 
   card(spec) {
@@ -84,8 +87,9 @@ class Page {
     const found = [];
     this.runs.forEach((run, r) => {
       if (this.hidden.has(r)) return;
-      for (const axis of run.axes) found.push(axis[this.across].find((v) => v != null), axis[this.across].findLast((v) => v != null));
-      if (withSchedule && run.schedule) found.push(run.schedule[this.across][0], run.schedule[this.across].at(-1));
+      const places = run.axes.map((axis) => axis[this.across]);
+      if (withSchedule && run.schedule) places.push(run.schedule[this.across]);
+      for (const place of places) found.push(place[0], place.at(-1));
     });
     const known = found.filter((v) => v != null);
     return known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
@@ -108,7 +112,8 @@ class Page {
     this.runs.forEach((run, r) => {
       if (this.hidden.has(r)) return;
       for (const mark of run.marks) {
-        if (mark[this.across] != null && Math.abs(mark[this.across] - x) <= within) found.push(this.runs.length > 1 ? `${run.name}: ${mark.text}` : mark.text);
+        if (mark[this.across] == null || Math.abs(mark[this.across] - x) > within) continue;
+        found.push(this.runs.length > 1 ? `${run.name}: ${mark.text}` : mark.text);
       }
     });
     return found.length > 4 ? [...found.slice(0, 4), `and ${found.length - 4} more`] : found;
@@ -163,7 +168,10 @@ function controls(page) {
     page.zoomTo(null);
     page.draw();
   });
-  document.querySelector("#log-loss").addEventListener("change", (event) => { page.logLoss = event.target.checked; page.draw(); });
+  document.querySelector("#log-loss").addEventListener("change", (event) => {
+    page.logLoss = event.target.checked;
+    page.draw();
+  });
   document.querySelector("#reset").addEventListener("click", () => page.zoomTo(null));
 }
 
