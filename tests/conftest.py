@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hymo.config import HyMoConfig
-from hymo.config_io import load_config
+from hymo.config_io import load_config, to_dict
 
 SMALL_FLAGS = [
     "--model.dim=32", "--model.n_layers=2", "--model.gdn_heads=2", "--model.gdn_head_dim=8", "--model.gdn_state_dim=8",
@@ -33,11 +33,54 @@ def text_folder() -> str:
     return str(Path(json.__file__).parent)
 
 
+@pytest.fixture(scope="session")
+def session_flags(text_folder: str) -> tuple[str, ...]:
+    return (*SMALL_FLAGS, f"--data.source={text_folder}")
+
+
 @pytest.fixture
-def small_flags(text_folder: str) -> list[str]:
-    return [*SMALL_FLAGS, f"--data.source={text_folder}"]
+def small_flags(session_flags: tuple[str, ...]) -> list[str]:
+    return [*session_flags]
 
 
 @pytest.fixture
 def small_config(small_flags: list[str]) -> HyMoConfig:
     return load_config("tiny", small_flags)
+
+
+TRAINED_SHAPE = [
+    "--model.dim=32", "--model.n_layers=2", "--model.mla_every=2", "--model.gdn_heads=2", "--model.gdn_head_dim=8",
+    "--model.gdn_state_dim=8", "--model.mla_heads=2", "--model.q_lora_rank=16", "--model.kv_lora_rank=16",
+    "--model.qk_nope_dim=8", "--model.qk_rope_dim=4", "--model.v_head_dim=8", "--model.d_ff=16",
+    "--model.vocab_size=260", "--training.seq_len=64", "--scheduler.total_steps=6", "--training.device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory):
+    """``make_run(*flags)``: the folder of a run that has one checkpoint, of a model whose greedy texts are not dull."""
+    import torch
+
+    from hymo.checkpoint.store import save
+    from hymo.models.model import build_hymo
+    from hymo.runs import write_config
+
+    def make(*flags: str) -> Path:
+        config = load_config("tiny", [*TRAINED_SHAPE, *flags])
+        model = build_hymo(config, seed=5)
+        for p in model.parameters():
+            p.data.mul_(1 if p.dim() < 2 else 3)  # at 0.02 all logits are alike
+        for i, moe in enumerate(model.expert_layers()):
+            moe.gate_bias.copy_(torch.linspace(-0.1, 0.1, moe.n_routed).roll(i))
+            moe.ema_expert_counts.fill_(i + 1.0)
+        run = tmp_path_factory.mktemp("runs") / "run"
+        save(run, 6, 6, {"model": model.state_dict()}, {"config": to_dict(config)})
+        write_config(run, config)
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained_run(make_run):
+    return make_run()

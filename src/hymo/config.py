@@ -221,6 +221,8 @@ class TrainingConfig(Section):
     """sequences of one forward and backward on one rank"""
     gradient_accumulation_steps: int | None = Field(None, ge=1)
     """null = ceil(ceil(global_batch_size / ranks) / micro_batch_size); given, it is checked against that"""
+    init_from: str | None = None
+    """a run, checkpoint or exported folder whose weights this run starts from (--init-from); null = drawn anew"""
     seed: int = Field(0, ge=0, lt=2**63)
     """of the parameters and of the data order"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

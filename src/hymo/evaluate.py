@@ -68,10 +68,14 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
 
     Raises HyMoError where there is nothing to evaluate.
     """
+    from hymo.checkpoint import store
+    from hymo.checkpoint.manifest import WEIGHTS_ONLY
     from hymo.runs import open_run
 
     run = open_run(path, overrides)
     t, data = run.config.training, run.config.data
+    if sources is None and "imported_from" in store.read_manifest(run.checkpoint).meta.get(WEIGHTS_ONLY, {}):
+        raise HyMoError(f"{path}: was imported without text of its own; accepted: --data PATH, text to evaluate")
     sets = prepare(data).val if sources is None else {"data": prepare_whole(sources, data)}
     if not sets:
         raise HyMoError(f"{path}: its data has no held-out documents; accepted: --data PATH, other text to evaluate")

@@ -82,17 +82,22 @@ def with_absolute_paths(config: HyMoConfig) -> HyMoConfig:
     source: list[Any] | None = None
     if d.source is not None:
         source = [
-            _absolute(entry) if isinstance(entry, str) else entry.model_copy(update={"path": _absolute(entry.path)})
+            absolute_path(entry)
+            if isinstance(entry, str)
+            else entry.model_copy(update={"path": absolute_path(entry.path)})
             for entry in d.source
         ]
-    val = None if d.val is None else {name: [_absolute(path) for path in paths] for name, paths in d.val.items()}
-    tokenizer = d.tokenizer if d.tokenizer == "bytes" else _absolute(d.tokenizer)
-    return config.model_copy(
-        update={"data": d.model_copy(update={"source": source, "val": val, "tokenizer": tokenizer})}
-    )
+    val = None if d.val is None else {name: [absolute_path(path) for path in paths] for name, paths in d.val.items()}
+    tokenizer = d.tokenizer if d.tokenizer == "bytes" else absolute_path(d.tokenizer)
+    data = d.model_copy(update={"source": source, "val": val, "tokenizer": tokenizer})
+    t = config.training
+    if t.init_from is not None:
+        t = t.model_copy(update={"init_from": absolute_path(t.init_from)})
+    return config.model_copy(update={"data": data, "training": t})
 
 
-def _absolute(path: str) -> str:
+def absolute_path(path: str) -> str:
+    """A path that means the same from every folder; a remote address stays as it is."""
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
@@ -146,7 +151,10 @@ def resumed_config(
     """
     before = load_config(run_dir / CONFIG)
     base = to_dict(before) if path is None else read_yaml(path)
-    after = with_absolute_paths(build_config(merge(base, parse_overrides(overrides))))
+    asked = merge(base, parse_overrides(overrides))
+    if not asked.get("training", {}).get("init_from"):  # where it began stays known
+        asked = merge(asked, {"training": {"init_from": before.training.init_from}})
+    after = with_absolute_paths(build_config(asked))
     differing = changed_keys(before, after)
     changed = {key: values for key, values in differing.items() if not _is_free(key)}
     if changed:

@@ -243,7 +243,7 @@ def test_train_generate_eval_and_what_is_refused(small_flags, tmp_path, monkeypa
     assert losses(tmp_path / "runs/tiny-2") == losses(tmp_path / "runs/tiny-1")
 
     weights = hymo("train", *small_flags, "--init-from", "runs/tiny-1", "--run-dir", "runs/warm", capsys=capsys).out
-    assert "weights from runs/tiny-1/checkpoints/step-6" in weights
+    assert "runs/tiny-1/checkpoints/step-6 (step 6)" in weights
     assert losses(tmp_path / "runs/warm")[0] < losses(tmp_path / "runs/tiny-1")[0]
 
 

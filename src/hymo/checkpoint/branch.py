@@ -129,7 +129,9 @@ class _Parent:
         wanted = found if at is None else [p for p in found if step_of(p) == at]
         config = load_config(run / CONFIG)
         if wanted:
-            return cls(run, wanted[-1], verify(wanted[-1]), config)
+            record = verify(wanted[-1])
+            files.refuse_weights_only(wanted[-1], record)
+            return cls(run, wanted[-1], record, config)
         steps = ", ".join(map(str, sorted({step_of(p) for p in found}))) or "none is there yet"
         phases = _phases(config)
         raise HyMoError(

@@ -25,6 +25,8 @@ from hymo.errors import HyMoError
 FORMAT = 1
 """Raised when a reader of the old format would misread the new one."""
 MANIFEST, METADATA, FOLDER, LATEST = "manifest.json", ".metadata", "checkpoints", "latest"
+WEIGHTS_ONLY = "weights_only"
+"""Key of ``meta`` in a checkpoint without optimizer state: where its weights come from."""
 TEMPORARY, TRASH, PIN = ".writing-", ".removing-", ".pinned"
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?(?:-r(\d+))?")
 
@@ -79,6 +81,14 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     """
     with _offering_the_one_before(Path(path)):
         return _read(Path(path))
+
+
+def refuse_weights_only(path: Path, manifest: Manifest) -> None:
+    """Raise for a checkpoint that no run goes on from: an average, or an import."""
+    if WEIGHTS_ONLY in manifest.meta:
+        raise CheckpointError(
+            f"{path}: holds weights alone, no state to go on with; accepted: a new run, hymo train --init-from {path}"
+        )
 
 
 def faults(path: Path, manifest: Manifest, *, hashes: bool, only: Iterable[str] | None = None) -> list[str]:

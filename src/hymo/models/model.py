@@ -159,9 +159,12 @@ class HyMo(nn.Module):
         ce_sum_K, z_sum = self.head(trunk.hidden_list, list(labels_KBT), term_weights_K, z_weight)
         return ModelOutput(ce_sum_K, z_sum, *trunk.stats)
 
-    def forward_with_hidden(self, tokens_BL: Tensor, doc_ids_BL: Tensor | None = None) -> list[Tensor]:
-        """Hidden states [B, T, dim] before the head's norm: main, depth 1, ..., with T = L - mtp_depth."""
-        return self._hidden(tokens_BL, doc_ids_BL, None, self.config.mtp_depth).hidden_list
+    def forward_with_hidden(
+        self, tokens_BL: Tensor, doc_ids_BL: Tensor | None = None, depth: int | None = None
+    ) -> list[Tensor]:
+        """Hidden states [B, T, dim] before the head's norm: main, depth 1, ... ``depth`` (None: all); T = L - depth."""
+        depth = self.config.mtp_depth if depth is None else depth
+        return self._hidden(tokens_BL, doc_ids_BL, None, depth).hidden_list
 
     def _hidden(self, tokens_BL: Tensor, doc_ids_BL: Tensor | None, real_B: Tensor | None, depth: int) -> _Hidden:
         length = tokens_BL.shape[1] - depth
@@ -210,6 +213,11 @@ class HyMo(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
         """Read a prompt into an empty cache; logits of the next token, fp32 [B, V]."""
+        return self.head.logits(self.read_prompt(tokens_BT, cache)[:, -1])
+
+    @torch.no_grad()
+    def read_prompt(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
+        """Read a prompt into an empty cache; hidden states [B, T, dim] before the head's norm."""
         length = tokens_BT.shape[1]
         if cache.length or not 1 <= length <= cache.max_len:
             raise ValueError(
@@ -225,7 +233,7 @@ class HyMo(nn.Module):
             elif isinstance(state, MLACache):
                 x_BTC = layer.prefill(x_BTC, layout, state)
         cache.length = length
-        return self.head.logits(x_BTC[:, -1])
+        return x_BTC
 
     @torch.no_grad()
     def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
 from hymo.checkpoint.manifest import damaged
+from hymo.checkpoint.weights import open_weights, refuse_other_shapes
 from hymo.config import HyMoConfig
 from hymo.config_io import load_config
 from hymo.distributed import mesh, reduce
 from hymo.distributed.fsdp import gather_model
 from hymo.errors import HyMoError
 from hymo.generate import TextStream, generate
+from hymo.models.model import build_hymo
 from hymo.observe.profile import parse_range
 from hymo.observe.units import count
 from hymo.observe.watchdog import Watchdog
@@ -23,8 +25,8 @@ from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
     SAMPLES,
+    absolute_path,
     check_run_dir,
-    find_checkpoint,
     forget_if_empty,
     keep_tokenizer,
     make_run_dir,
@@ -52,9 +54,8 @@ def train(
 ) -> int:
     """Run ``hymo train``; returns the exit code."""
     steps = None if profile is None else parse_range(profile)
-    if init_from is not None and resume:
-        raise HyMoError("--init-from: found beside --resume; accepted: one of the two")
-    weights = None if init_from is None else find_checkpoint(init_from)
+    if init_from is not None:
+        overrides = [*overrides, f"--training.init_from={json.dumps(absolute_path(init_from))}"]
     resume = resume or mesh.restarted_by_torchrun()
     folder = check_run_dir(run_dir) if run_dir else newest_run_dir(path.stem) if resume else None
     goes_on = resume and folder is not None and (folder / CONFIG).is_file()
@@ -63,13 +64,15 @@ def train(
         config, freely_changed = resumed_config(folder, path if config_given else None, overrides)
     else:
         config, freely_changed = with_absolute_paths(load_config(path, overrides)), {}
+        if config.training.init_from is not None:  # before any text is read
+            weights = open_weights(config.training.init_from, hashes=False)
+            refuse_other_shapes(build_hymo(config, device="meta"), weights)
     if steps is not None and steps[0] > (config.scheduler.total_steps or 0):
         raise HyMoError(f"--profile: found {profile}; accepted: updates up to {config.scheduler.total_steps}")
     with StopRequest(config.training.max_hours) as stop:
         try:
             folder = start_and_train(
-                config, path.stem, folder, stop, resume=resume, goes_on=goes_on, changed=freely_changed,
-                init_from=weights, profile=steps,
+                config, path.stem, folder, stop, resume=resume, goes_on=goes_on, changed=freely_changed, profile=steps
             )  # fmt: skip
         except Stopped as stopped:
             return say_stopped(str(stopped))
@@ -100,7 +103,6 @@ def start_and_train(
     resume: bool,
     goes_on: bool,
     changed: Mapping[str, tuple[Any, Any]],
-    init_from: Path | None,
     profile: tuple[int, int] | None,
 ) -> Path:
     """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample."""
@@ -124,8 +126,8 @@ def start_and_train(
             trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
         if newest is not None:
             trainer.resume(newest)
-        elif init_from is not None:
-            trainer.init_from(init_from)
+        elif config.training.init_from is not None:
+            trainer.init_from(config.training.init_from)
         keep_tokenizer(folder, config)
         if trainer.step >= trainer.total_steps:
             made = f"this run has made all of its {trainer.total_steps} updates"

@@ -15,7 +15,7 @@ import torch
 import hymo
 from hymo.checkpoint import store
 from hymo.checkpoint.branch import read_branch
-from hymo.checkpoint.manifest import Manifest
+from hymo.checkpoint.manifest import Manifest, refuse_weights_only
 from hymo.config import HyMoConfig
 from hymo.config_io import to_dict
 from hymo.data.shards import TokenSet
@@ -102,6 +102,7 @@ def restore(
     the branch is for; anywhere else they are refused.
     """
     manifest = store.read_manifest(checkpoint)
+    refuse_weights_only(checkpoint, manifest)
     before = manifest.meta
     branched = read_branch(run_dir) if run_dir is not None else None
     at_branch = branched is not None and (branched.step, branched.attempt) == (manifest.step, manifest.attempt)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hymo.checkpoint import store
 from hymo.checkpoint.saver import Saver
+from hymo.checkpoint.weights import fill, open_weights
 from hymo.config import HyMoConfig
 from hymo.data.batch import sample_order
 from hymo.data.loader import BatchStream, Deal, EvalBatches
@@ -297,10 +297,14 @@ class Trainer:
         how = recovery.said_of_bits(manifest.meta, self.config, self.device)
         self.log.line(f"resumed from {checkpoint}: update {self.step}, attempt {self.progress.attempt}; {how}")
 
-    def init_from(self, checkpoint: Path) -> None:
-        """Take the weights alone (and the gate biases) from a checkpoint; the run starts at update 0."""
-        store.load(checkpoint, {"model": self.model.state_dict()}, only=("model",))
-        self.log.line(f"weights from {checkpoint}")
+    def init_from(self, path: str | Path) -> None:
+        """Take the weights alone (and the gate biases) from a run, a checkpoint or an exported folder.
+
+        The run starts at update 0, with a fresh optimizer, at the start of its data.
+        """
+        weights = open_weights(path, hashes=False)
+        fill(self.model, weights)
+        self.log.line(f"weights from {weights.path} (step {weights.step})")
 
     def _save_before_stop(self, stop: StopRequest) -> None:
         """Save within the grace period, all ranks alike; what cannot end in time is not begun."""
