@@ -1,5 +1,6 @@
 """hymo report: what is read of a run folder, what the page and the picture show, and the page that follows a run."""
 
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 import hymo.checkpoint.branch
@@ -21,7 +23,8 @@ from hymo.cli import main
 from hymo.config_io import load_config, to_yaml
 from hymo.observe.report import read
 from hymo.observe.report.charts import BUCKETS, page_data
-from hymo.observe.report.page import render
+from hymo.observe.report.page import asset, render
+from hymo.observe.report.picture import COLOURS
 from hymo.observe.report.read import RowFile, differences, open_readers
 from hymo.training.scheduler import JointWSDScheduler
 
@@ -272,6 +275,44 @@ def test_expert_load_becomes_shares_of_the_layers_mean(tmp_path):
 def test_numbers_that_no_chart_knows_get_one(tmp_path):
     (found,) = read_all(make_run(tmp_path / "a", [row(1, my_number=3.5)]))
     assert [c["title"] for c in page_data([found])["charts"] if c["section"] == "Further numbers"] == ["my_number"]
+
+
+# ------------------------------------------------------------------------------------------------------------- colours
+# Linear RGB as it is seen without the long, the middle or the short cones (Machado et al. 2009, full severity).
+VISIONS = {
+    "all cones": np.eye(3),
+    "protanopia": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.052]],
+    "deuteranopia": [[0.3673, 0.8606, -0.228], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+    "tritanopia": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour):
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    x, y, z = np.cbrt(TO_XYZ @ np.clip(rgb, 0, 1) / [0.9505, 1, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("vision", VISIONS)
+def test_colours_of_runs_stay_apart_for_every_reader_and_stand_out(theme, vision):
+    pairs = dict(re.findall(r"--([\w-]+): light-dark\((#\w+), (?:#\w+)\)", asset("report.css")))
+    if theme:
+        pairs = dict(re.findall(r"--([\w-]+): light-dark\(#\w+, (#\w+)\)", asset("report.css")))
+    runs = [linear(pairs[f"run-{i}"]) for i in range(8)]
+    seen = [lab(np.array(VISIONS[vision]) @ colour) for colour in runs]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 19
+    card = linear(pairs["card"])
+    for colour in runs:  # 3 to 1 is what graphics need (WCAG 2.1, 1.4.11)
+        light, dark = sorted(((TO_XYZ @ colour)[1], (TO_XYZ @ card)[1]), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3
+    if not theme:
+        assert tuple(pairs[f"run-{i}"] for i in range(8)) == COLOURS
 
 
 # ------------------------------------------------------------------------------------------------------ growing files

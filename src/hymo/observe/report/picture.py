@@ -16,8 +16,8 @@ from hymo.observe.units import count, size
 SHOWN = ("loss", "val_bpb", "lr_muon", "grad_norm", "speed", "experts", "val_loss", "memory", "total_loss")
 MOST = 6
 SMOOTHING, FEW = 0.9, 60  # of charts that jitter, where a line has more than a few points
-# Okabe and Ito's colours, told apart by readers of any colour vision; further runs differ in dashes too.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4b4f58")
+# Those of the page in the light.
+COLOURS = ("#0072b2", "#d55e00", "#225522", "#9977ff", "#663344", "#bb8888", "#880077", "#4422aa")
 DASHES = ("-", "--", ":", "-.")
 
 

@@ -40,7 +40,9 @@ def _card(run: Run, index: int) -> str:
     total = run.total_steps
     share = min(1.0, run.step / total) if total else None
     progress = f"{run.step:,}" + (f" of {total:,} updates" if total else " updates")
-    bar = "" if share is None else f'<div class="bar"><div style="width:{share:.2%}"></div></div>'
+    bar = (
+        "" if share is None else f'<div class="bar"><div class="run-{index % 8}" style="width:{share:.2%}"></div></div>'
+    )
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run))
     return (
         f'<article class="run" data-run="{index}"><header>{swatch(index)}<h2>{escape(run.name)}</h2></header>'
