@@ -632,6 +632,35 @@ def test_damaged_checkpoints_are_said_and_never_begun_over(finished, capsys):
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_checkpoint_of_a_newer_version_is_refused_by_name(finished, capsys):
+    """Going on from the one before would leave what the newer version made. Switched off: it counts as damaged."""
+    run_dir, _ = finished
+    newest = store.latest(run_dir)
+    body = json.loads((newest / "manifest.json").read_text()) | {"format": 2, "new": 1, "versions": {"hymo": "0.9.0"}}
+    (newest / "manifest.json").write_text(json.dumps(body))
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for words in (["train", "--run-dir", str(run_dir), "--resume"], ["eval", str(run_dir)]):
+        refused = hymo(*words, code=2, capsys=capsys)
+        assert f"{newest}: written in format 2 by hymo 0.9.0; accepted here: up to format 1" in refused.err
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_evaluation_that_was_not_ended_is_owed(finished, small_config, tmp_path):
+    """The run was killed in the evaluation after its last update: --resume makes that one, and only that one.
+
+    Switched off: a run that has made all its updates never gets its last losses.
+    """
+    run_dir, _ = finished
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert "val_bpb" in lines[-1]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    for _ in range(2):
+        trainer = Trainer(small_config, run_dir=run_dir)
+        trainer.resume(store.latest(run_dir))
+        trainer.train()
+        assert (run_dir / "metrics.jsonl").read_text().splitlines() == lines
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

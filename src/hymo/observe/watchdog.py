@@ -40,7 +40,7 @@ class Watchdog:
 
     Args:
         run_dir: where ``stacks/rank-N.txt`` goes; None writes them to stderr.
-        interval_s: between two counts (and looks at the neighbour).
+        interval_s: between two counts (and looks at the neighbour); by default 2, or less with little patience.
         patience_s: a neighbour whose count stands still for so long has died. With the defaults, a death ends the job
             within 30 seconds (one that was stopped by a signal, within 60: torchrun waits 30 before it kills).
         stall_s: time without a ``tick`` after which this rank's stacks are written, once a stall.
@@ -51,14 +51,15 @@ class Watchdog:
         self,
         run_dir: Path | None,
         *,
-        interval_s: float = 2.0,
+        interval_s: float | None = None,
         patience_s: float = 25.0,
         stall_s: float = 600.0,
         end: Callable[[int], Any] = os._exit,
         store: Any = None,
         who: tuple[int, int] | None = None,
     ):
-        self.run_dir, self.interval_s, self.patience_s, self.stall_s = run_dir, interval_s, patience_s, stall_s
+        self.run_dir, self.patience_s, self.stall_s = run_dir, patience_s, stall_s
+        self.interval_s = min(2.0, patience_s / 8) if interval_s is None else interval_s
         self.rank, self.size = who if who is not None else (rank(), world_size())
         self._end, self._store = end, store if store is not None else _own_connection()
         self._done = threading.Event()
