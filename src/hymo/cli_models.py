@@ -19,6 +19,12 @@ def add_parsers(verbs: Any) -> None:
     back.add_argument("--out", required=True, metavar="RUN", help="the new folder")
     back.set_defaults(run=run_import, parser=back)
 
+    mean = verbs.add_parser("average", help="the mean of a run's last stable checkpoints, used like a run")
+    mean.add_argument("paths", nargs="+", metavar="RUN", help="a run with --last, or two or more checkpoints")
+    mean.add_argument("--last", type=int, metavar="K", help="the last K checkpoints of its stable phase")
+    mean.add_argument("--out", metavar="DIR", help="the new folder (default: RUN-average-K)")
+    mean.set_defaults(run=run_average, parser=mean)
+
 
 def run_export(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.checkpoint.export import export
@@ -39,4 +45,16 @@ def run_import(args: argparse.Namespace, overrides: list[str]) -> int:
 
     no_overrides(overrides, "import")
     print(f"{import_export(args.folder, args.out)}: the weights of {args.folder}; for eval, generate and --init-from")
+    return 0
+
+
+def run_average(args: argparse.Namespace, overrides: list[str]) -> int:
+    from hymo.checkpoint.average import average
+    from hymo.checkpoint.manifest import WEIGHTS_ONLY, read_manifest
+    from hymo.cli import no_overrides
+
+    no_overrides(overrides, "average")
+    made = average(args.paths, args.last, args.out)
+    averaged = read_manifest(made).meta[WEIGHTS_ONLY]["averaged"]
+    print(f"{made}: the mean of {len(averaged)} checkpoints, steps {', '.join(str(one['step']) for one in averaged)}")
     return 0
