@@ -16,6 +16,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import hymo.checkpoint.branch
 import hymo.runs
@@ -200,6 +202,26 @@ def test_rows_that_are_odd_missing_or_torn(tmp_path):
     page = render([found])
     assert "NaN" not in page.split('id="data">')[1].split("</script>")[0]
     assert "3 lines of metrics.jsonl could not be read" in page
+
+
+WORDS = ("step", "attempt", "loss", "skipped", "tokens", "tokens_per_s", "val_loss", "lr_muon", "expert_load", "x<")
+NAMES = st.sampled_from((*WORDS, "resumed_from"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(NAMES, VALUES | st.integers(1, 4), max_size=8), max_size=6))
+def test_no_row_whatever_breaks_the_page(tmp_path, rows):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_all(tmp_path)
+    page = render([found])
+    for series in data_of(page)["runs"][0]["series"].values():
+        assert all(value is None or math.isfinite(value) for value in series["y"])
+    assert Outline(page).find("section", id="learning")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,6 @@ def _run(run: Run, columns: dict[str, list[Row]]) -> dict[str, Any]:
         "name": run.name,
         "step": run.step,
         "total": run.total_steps,
-        "bucket": _bucket(len(run.updates)),
         "axes": tables,
         "series": series,
         "schedule": _schedule(run, tokens_at),
@@ -147,9 +146,9 @@ def _run(run: Run, columns: dict[str, list[Row]]) -> dict[str, Any]:
     }
 
 
-def _bucket(n: int) -> int:
-    """Updates in one point of the page."""
-    return 1 if n <= 2 * BUCKETS else -(-n // BUCKETS)
+def is_thinned(n: int) -> bool:
+    """Whether so many values are more than the page keeps."""
+    return n > 2 * BUCKETS
 
 
 def _edges(n: int) -> np.ndarray:
@@ -158,7 +157,7 @@ def _edges(n: int) -> np.ndarray:
 
 def _thin(values: Sequence[float | None]) -> dict[str, list[float | None]]:
     """Values as they are, or by bucket: mean ``y``, least ``lo`` and largest ``hi``."""
-    if _bucket(len(values)) == 1:
+    if not is_thinned(len(values)):
         return {"y": _short(values)}
     array = np.array([np.nan if v is None else v for v in values])
     edges = _edges(len(values))
@@ -171,7 +170,7 @@ def _thin(values: Sequence[float | None]) -> dict[str, list[float | None]]:
 
 def _ends(steps: Sequence[float]) -> list[float]:
     """Steps as they are, or of each bucket the last."""
-    if _bucket(len(steps)) > 1:
+    if is_thinned(len(steps)):
         steps = [steps[i] for i in (*(_edges(len(steps))[1:] - 1), len(steps) - 1)]
     return [_integer(step) for step in steps]
 
@@ -240,7 +239,7 @@ def _experts(run: Run, tokens_at: TokensAt) -> dict[str, Any] | None:
 def _load(row: Row) -> np.ndarray | None:
     try:
         load = np.array(row.get(EXPERT_LOAD), dtype=float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return load if load.ndim == 2 and load.size and np.isfinite(load).all() else None
 

@@ -170,7 +170,10 @@ def number(value: Any) -> float | None:
     """A finite number, else None: booleans, texts, nulls and NaN are none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond all floats
+        return None
 
 
 def _take_rows(run: Run, rows: Iterable[Row]) -> None:
@@ -183,7 +186,8 @@ def _take_rows(run: Run, rows: Iterable[Row]) -> None:
         if number(row.get("step")) is None:
             run.unreadable += 1
             continue
-        attempts[("loss" in row, row.get("attempt", ("step", row["step"])))] = row
+        attempt = number(row.get("attempt"))
+        attempts[("loss" in row, ("step", row["step"]) if attempt is None else attempt)] = row
     updates: dict[float, Row] = {}
     evaluations: dict[float, Row] = {}
     done = 0.0
@@ -230,7 +234,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(values, Mapping):
             found |= {f"{section}.{key}": value for key, value in values.items()}
         else:
-            found[section] = values
+            found[str(section)] = values
     return found
 
 

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from hymo.config_io import to_yaml
-from hymo.observe.report.charts import BUCKETS
+from hymo.observe.report.charts import BUCKETS, is_thinned
 from hymo.observe.report.read import MISSING, Run, differences, number
 from hymo.observe.units import count
 
@@ -80,7 +80,7 @@ def _notes(runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.attempts and not run.evaluations:
             lines.append(f"{run.name}: no rows yet.")
-        if len(run.updates) > 2 * BUCKETS:
+        if is_thinned(len(run.updates)):
             lines.append(
                 f"{run.name}: {len(run.updates):,} updates are drawn as {BUCKETS:,} points, each the mean of about "
                 f"{len(run.updates) / BUCKETS:.1f}; the shade is from the least to the largest value."
