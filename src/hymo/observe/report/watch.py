@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -51,6 +52,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self, readers: Sequence[RunReader], port: int = 0):
         self.source = Source(readers)
         super().__init__((LOOPBACK, port), Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that went away in the middle of an answer is no news; anything else is."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def url(self) -> str:
