@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hymo.observe.log import step_line
-from hymo.observe.metrics import MetricsFile, device_peak_flops, read_metrics
+from hymo.observe.metrics import MetricsFile, device_peak_flops, has_evaluation, memory_bytes, read_metrics
 from hymo.observe.units import count, duration, size
 
 
@@ -37,6 +37,17 @@ def test_dense_bf16_peak_by_the_whole_name(monkeypatch, name, peak):
 
 def test_a_cpu_has_no_peak():
     assert device_peak_flops(torch.device("cpu")) is None
+
+
+def test_memory_is_told_apart(monkeypatch):
+    """Allocated, reserved, and the peak of each (pytorch/torchtitan#735: one number says little)."""
+    names = {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 3, "max_memory_reserved": 4}
+    for name, size_ in names.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, n=size_: n)
+    assert memory_bytes(torch.device("cuda")) == {
+        "memory_allocated": 1, "memory_reserved": 2, "memory_peak": 3, "memory_peak_reserved": 4,
+    }  # fmt: skip
+    assert memory_bytes(torch.device("cpu"))["memory_peak"] > 1e7
 
 
 def write(path, attempt, *rows):
@@ -82,6 +93,14 @@ def test_evaluations_stay_apart_whatever_the_sets_are_called(tmp_path):
     ]
     write(path, 0, *rows)
     assert read_metrics(path) == rows
+
+
+def test_whether_an_evaluation_is_there(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert not has_evaluation(path, 1)
+    write(path, 0, {"attempt": 1, "loss": 2.0}, {"attempt": 1, "books_loss": 2.5}, {"attempt": 2, "loss": None})
+    assert has_evaluation(path, 1)
+    assert not has_evaluation(path, 2)
 
 
 def test_of_an_attempt_that_stands_there_twice_the_last_counts(tmp_path):

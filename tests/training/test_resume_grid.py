@@ -15,6 +15,7 @@ from hymo.config_io import load_config
 from hymo.data.batch import sample_order
 from hymo.data.loader import BatchStream
 from hymo.distributed import reduce
+from hymo.evaluate import BrokenOffError
 from hymo.observe.metrics import read_metrics
 from hymo.training import recovery
 from hymo.training.stop import StopRequest
@@ -167,3 +168,34 @@ def test_on_2_then_3_then_1_processes(pool, whole, cache, tmp_path):
     off = [abs(a / row["loss"] - 1) for a, row in zip(losses, rows(whole), strict=False)]
     assert off[0] < 1e-6
     assert max(off) < 1e-5, max(off)
+
+
+def evaluate_alone(cache, stop_at):
+    """The loss on 5 windows of validation text; then the same, broken off by rank 1 alone at a batch."""
+    os.environ["HYMO_CACHE"] = cache
+    flags = ["--training.micro_batch_size=1", "--training.global_batch_size=4", "--training.eval_tokens=240"]
+    trainer = Trainer(configure(*flags, "--training.seq_len=48", "--training.fsdp=true"))
+    whole, asked = trainer.evaluate()["val"], []
+
+    def break_off():
+        asked.append(reduce.rank() == 1 and len(asked) == stop_at)
+        return reduce.max_across(torch.tensor(int(asked[-1]))).item()
+
+    try:
+        trainer.evaluate(break_off)
+    except BrokenOffError:
+        trainer.train_step()  # all ranks left at the same batch, or this would hang
+        return whole, len(asked)
+    return whole, None
+
+
+def test_ranks_with_3_and_2_windows_evaluate_alike_and_leave_together(pool, cache):
+    """An evaluation hangs where ranks have different numbers of batches (pytorch/torchtitan#1618, #2636).
+
+    Switched off: without filler batches the rank with two waits for ever; with a mean of ranks the loss is another.
+    """
+    ((alone, _),) = pool(1, evaluate_alone, cache, 99)
+    for found, asked in pool(2, evaluate_alone, cache, 1):
+        assert found.val_loss == pytest.approx(alone.val_loss, rel=1e-6)
+        assert (found.tokens, found.text_bytes) == (alone.tokens, alone.text_bytes)
+        assert asked == 2

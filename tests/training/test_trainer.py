@@ -101,6 +101,19 @@ def test_resume_is_bitwise(finished, small_config, tmp_path, at):
         assert torch.equal(tensor, store.flatten(state)[name]), name
 
 
+def test_the_state_of_the_random_numbers_comes_back(small_config, tmp_path):
+    """Nothing of ours draws while training; a loss of the user's may. Switched off: another number is drawn."""
+    trainer = Trainer(small_config, run_dir=tmp_path / "run")
+    trainer.train_step()
+    torch.manual_seed(1234)
+    trainer.save()
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    resumed = Trainer(small_config)
+    resumed.resume(trainer.last_checkpoint)
+    assert torch.equal(torch.rand(3), wanted)
+
+
 def test_two_stops_are_as_good_as_one(finished, small_config, tmp_path):
     run_dir, _ = finished
     for stop in (2, 4, 6):
