@@ -27,7 +27,7 @@ from hymo.observe.report import read
 from hymo.observe.report.charts import BUCKETS, page_data
 from hymo.observe.report.page import asset, render
 from hymo.observe.report.picture import COLOURS
-from hymo.observe.report.read import RowFile, differences, open_readers
+from hymo.observe.report.read import RowFile, differences, open_readers, read_runs
 from hymo.training.scheduler import JointWSDScheduler
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -48,7 +48,7 @@ def row(step, attempt=None, **values):
 
 
 def read_all(*paths):
-    return [reader.read() for reader in open_readers(paths)]
+    return read_runs(open_readers(paths))
 
 
 def data_of(page):
@@ -177,6 +177,19 @@ def test_a_branch_is_marked_and_compared_with_its_parent(tmp_path):
     assert [(m.step, m.kind, m.text) for m in found.marks] == [(2, "branch", "branched from a (decay)")]
     page = Outline(render([found]))
     assert "scheduler.decay_steps" in page.texts["th"] and {"9", "4"} <= set(page.texts["td"])
+
+
+def test_a_branch_beside_its_parent_is_drawn_from_where_it_left(tmp_path):
+    parent = make_run(tmp_path / "a", [row(1), row(2), row(3, 3, skipped=True), row(3, 4), row(4, 5)])
+    run = make_run(tmp_path / "b", [row(1), row(2), row(3, 3, resumed_from="step-2"), row(4)])
+    about = {"parent": str(parent.resolve()), "step": 2, "checkpoint": "step-2", "kind": "decay"}
+    (run / "branch.json").write_text(json.dumps(about))
+    _, branch = read_all(parent, run)
+    assert [r["step"] for r in branch.updates] == [2, 3, 4]
+    assert [(m.kind, m.step) for m in branch.marks] == [("branch", 2)]  # its start is no resume
+    (alone,) = read_all(run)
+    assert [r["step"] for r in alone.updates] == [1, 2, 3, 4]
+    assert "up to update 2 it is its parent" in render(read_all(parent, run))
 
 
 # ------------------------------------------------------------------------------------------------------------ odd rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hymo.errors import HyMoError
 from hymo.observe.report.page import render
-from hymo.observe.report.read import RunReader, open_readers
+from hymo.observe.report.read import RunReader, open_readers, read_runs
 from hymo.observe.units import size
 
 PAGES, PICTURES = (".html", ".htm"), (".png", ".pdf", ".svg")
@@ -31,11 +31,11 @@ def report(runs: Sequence[str], *, out: str | None, png: str | None, watch: bool
     if picture is not None:
         from hymo.observe.report.picture import draw
 
-        draw([reader.read() for reader in readers], picture)
+        draw(read_runs(readers), picture)
         print(f"picture: {picture}")
     if page is not None or picture is None:
         page = page or _default_page(readers)
-        text = render([reader.read() for reader in readers])
+        text = render(read_runs(readers))
         write(page, text)
         print(f"page: {page} ({size(len(text.encode()))})")
     return 0

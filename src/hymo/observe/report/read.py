@@ -35,7 +35,8 @@ class Run:
 
     ``updates``: rows of updates that count, ascending in step. ``evaluations``: rows of evaluations, likewise.
     ``config``: the typed configuration, or None if this version cannot read it; ``settings`` is then still what the
-    file says. ``unreadable``: lines of metrics.jsonl that are no row.
+    file says. ``unreadable``: lines of metrics.jsonl that are no row. ``inherited``: updates that are the parent's, and
+    drawn with it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
     attempts: int = 0
+    inherited: int = 0
 
     @property
     def step(self) -> int:
@@ -137,10 +139,27 @@ class RunReader:
                 pass
         run.branch = _branch(self.path / BRANCH)
         if run.branch is not None:
+            start = ("resume", run.branch["step"], f"resumed from {run.branch.get('checkpoint')}")
+            run.marks = [mark for mark in run.marks if (mark.kind, mark.step, mark.text) != start]
             text = f"branched from {Path(str(run.branch['parent'])).name} ({run.branch.get('kind', 'branch')})"
             run.marks.append(Mark(run.branch["step"], "branch", text))
         run.marks.sort(key=lambda mark: mark.step)
         return run
+
+
+def read_runs(readers: Iterable[RunReader]) -> list[Run]:
+    """Every run as it stands; what a branch took over from a parent that is among them is left to the parent."""
+    runs = [reader.read() for reader in readers]
+    folders = {str(run.path.resolve()) for run in runs}
+    for run in runs:
+        if run.branch is not None and run.branch["parent"] in folders:
+            start = run.branch["step"]
+            run.inherited = sum(row["step"] <= start for row in run.updates)
+            # The row of the start stays, so that the line leaves the parent's.
+            run.updates = [row for row in run.updates if row["step"] >= start]
+            run.evaluations = [row for row in run.evaluations if row["step"] >= start]
+            run.marks = [mark for mark in run.marks if mark.kind == "branch" or mark.step > start]
+    return runs
 
 
 def open_readers(paths: Iterable[str | Path]) -> list[RunReader]:

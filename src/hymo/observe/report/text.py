@@ -80,6 +80,8 @@ def _notes(runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.attempts and not run.evaluations:
             lines.append(f"{run.name}: no rows yet.")
+        if run.inherited and run.branch is not None:
+            lines.append(f"{run.name}: up to update {run.branch['step']:,} it is its parent, and is drawn with it.")
         if is_thinned(len(run.updates)):
             lines.append(
                 f"{run.name}: {len(run.updates):,} updates are drawn as {BUCKETS:,} points, each the mean of about "

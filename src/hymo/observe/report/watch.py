@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from hymo.errors import HyMoError
 from hymo.observe.report.page import content, render
-from hymo.observe.report.read import RunReader
+from hymo.observe.report.read import RunReader, read_runs
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,7 +32,7 @@ class Source:
             stamp = [reader.changed_at() for reader in self._readers]
             now = time.monotonic()
             if stamp != self._stamp and now >= self._next:
-                body = content([reader.read() for reader in self._readers])
+                body = content(read_runs(self._readers))
                 self._version += 1
                 self._body = json.dumps(body | {"version": self._version}, allow_nan=False).encode()
                 self._stamp, self._next = stamp, time.monotonic() + 9 * (time.monotonic() - now)
@@ -40,7 +40,7 @@ class Source:
 
     def page(self) -> bytes:
         with self._lock:
-            return render([reader.read() for reader in self._readers], watch=True).encode()
+            return render(read_runs(self._readers), watch=True).encode()
 
 
 class Server(ThreadingHTTPServer):
