@@ -66,6 +66,15 @@ def test_the_numbers_are_what_they_say(small_config):
     )
 
 
+def test_with_qk_clip_the_logits_are_those_of_the_pass(small_config, monkeypatch):
+    """All queries of all micro-batches, which the step has anyway; the sample is not taken beside them."""
+    with monkeypatch.context() as patch:
+        patch.setattr("hymo.models.mla.LatentAttention.sampled_logit_max", lambda *_: pytest.fail("sampled too"))
+        clipping = Trainer(changed(small_config, optimizer={"qk_clip": 50.0}))
+        found = clipping.train_step().metrics["attention_logit_max"]
+    assert found >= Trainer(small_config).train_step().metrics["attention_logit_max"] > 0
+
+
 def test_queries_are_sampled_evenly_and_see_their_own_keys_alone():
     """Switched off: keys of later tokens or of other documents let in give larger logits."""
     g = torch.Generator().manual_seed(0)

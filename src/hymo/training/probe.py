@@ -64,7 +64,8 @@ class Probe:
                 self._logits.append(block.attn.sampled_logit_max(block.attn_norm(x_BTC), layout, real_B, QUERIES))
 
         blocks = [module for module in self.model.modules() if isinstance(module, MLABlock)]
-        hooks = [block.register_forward_pre_hook(look) for block in blocks]
+        unseen = [block for block in blocks if not block.attn.track_logit_max]  # with qk_clip the pass itself says more
+        hooks = [block.register_forward_pre_hook(look) for block in unseen]
         try:
             yield
         finally:
