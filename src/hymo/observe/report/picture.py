@@ -15,7 +15,7 @@ from hymo.observe.units import count, size
 
 SHOWN = ("loss", "val_bpb", "lr_muon", "grad_norm", "speed", "experts", "val_loss", "memory", "total_loss")
 MOST = 6
-SMOOTHING, FEW = 0.9, 60  # of charts that jitter, where a line has more than a few points
+SMOOTHING, FEW = 0.8, 60  # of charts that jitter and have more than a few points
 # Those of the page in the light.
 COLOURS = ("#0072b2", "#d55e00", "#225522", "#9977ff", "#663344", "#bb8888", "#880077", "#4422aa")
 DASHES = ("-", "--", ":", "-.")
@@ -65,10 +65,22 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def _chart(axes: Any, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    longest = max(len(run["series"][name]["y"]) for run in runs for name in chart["series"] if name in run["series"])
+    smooth = chart["smooth"] and longest > FEW
     for r, run in enumerate(runs):
         for s, name in enumerate(chart["series"]):
             if name in run["series"]:
-                _line(axes, chart, run, name, colour=COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)], dash=s)
+                _line(
+                    axes,
+                    chart,
+                    run,
+                    name,
+                    colour=COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)],
+                    dash=s,
+                    smooth=smooth,
+                )
         for mark in run["marks"]:
             if mark["kind"] == "skip":
                 axes.plot(mark["step"], 1.0, "v", color="#b3400a", ms=3, transform=axes.get_xaxis_transform())
@@ -79,8 +91,9 @@ def _chart(axes: Any, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> 
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}")
     if chart["log"]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
     formats = {"bytes": size, "count": count, "percent": lambda v: f"{v:.0%}"}
     if chart["unit"] in formats:
         axes.yaxis.set_major_formatter(lambda value, _: formats[chart["unit"]](value))
@@ -88,7 +101,9 @@ def _chart(axes: Any, chart: dict[str, Any], runs: Sequence[dict[str, Any]]) -> 
         axes.legend(frameon=False, fontsize=7)
 
 
-def _line(axes: Any, chart: dict[str, Any], run: dict[str, Any], name: str, colour: str, dash: int) -> None:
+def _line(
+    axes: Any, chart: dict[str, Any], run: dict[str, Any], name: str, colour: str, dash: int, smooth: bool
+) -> None:
     series = run["series"][name]
     x = run["axes"][series["axis"]]["step"]
     y = _array(series["y"])
@@ -98,7 +113,7 @@ def _line(axes: Any, chart: dict[str, Any], run: dict[str, Any], name: str, colo
         axes.plot(run["schedule"]["step"], run["schedule"][name], color=colour, lw=0.8, alpha=0.5)
     if "lo" in series:
         axes.fill_between(x, _array(series["lo"]), _array(series["hi"]), color=colour, alpha=0.2, lw=0)
-    if chart["smooth"] and len(y) > FEW:
+    if smooth:
         if "lo" not in series:
             axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
         y = _smoothed(y)
@@ -112,10 +127,12 @@ def _array(values: Sequence[float | None]) -> np.ndarray:
 
 def _smoothed(y: np.ndarray) -> np.ndarray:
     """As the page does: all values, weighed by SMOOTHING^distance to both sides."""
-    kernel = SMOOTHING ** np.abs(np.arange(-FEW // 2, FEW // 2 + 1))
+    kernel = SMOOTHING ** np.abs(np.arange(-FEW, FEW + 1))
     there = np.isfinite(y)
-    sums = np.convolve(np.where(there, y, 0.0), kernel, mode="same")
-    return np.where(there, sums / np.maximum(np.convolve(there.astype(float), kernel, mode="same"), 1e-12), np.nan)
+    sums, weights = (
+        np.convolve(values, kernel)[FEW : FEW + len(y)] for values in (np.where(there, y, 0.0), there.astype(float))
+    )
+    return np.where(there, sums / np.maximum(weights, 1e-12), np.nan)
 
 
 def _heat(figure: Any, axes: Any, run: dict[str, Any]) -> None:
@@ -126,4 +143,4 @@ def _heat(figure: Any, axes: Any, run: dict[str, Any]) -> None:
     axes.set_title(f"Expert load, update {experts['step'][-1]:,.0f}", loc="left", fontsize=9)
     axes.set_yticks(range(len(experts["layers"])), experts["layers"])
     axes.set_xlabel("expert")
-    figure.colorbar(image, ax=axes, ticks=[0.5, 1, 2], format="%g")
+    figure.colorbar(image, ax=axes, ticks=[0.5, 1, 2], format="%g").minorticks_off()

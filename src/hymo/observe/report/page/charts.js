@@ -2,7 +2,7 @@
 // One card with one chart. A chart overlays the runs; its lines are raw (faint) and smoothed.
 
 const DASHES = [[], [8, 4], [2, 3], [11, 3, 2, 3], [5, 2], [1, 5]];
-const FEW = 60; // shorter lines are not smoothed
+const FEW = 60; // a chart without a longer line is not smoothed
 const FAR = 0.04; // a value this far from the cursor (as a share of the width) is not told of
 
 /**
@@ -59,6 +59,8 @@ class ChartCard {
   /** Everything that is drawn: [{x, y, run, name, role}], role: main, raw, lo, hi, plan or point. */
   lines() {
     const { page, spec } = this, lines = [];
+    const long = page.runs.some((run) => spec.series.some((name) => run.series[name]?.y.length > FEW));
+    const weight = spec.smooth && long ? page.smoothing : 0;
     page.runs.forEach((run, r) => {
       if (page.hidden.has(r)) return;
       spec.series.forEach((name, s) => {
@@ -69,7 +71,6 @@ class ChartCard {
         }
         if (!series) return;
         const x = run.axes[series.axis][page.across];
-        const weight = spec.smooth && series.y.length > FEW ? page.smoothing : 0;
         if (series.lo) {
           lines.push({ ...base, role: "lo", x, y: series.lo }, { ...base, role: "hi", x, y: series.hi });
         } else if (weight > 0) lines.push({ ...base, role: "raw", x, y: series.y });
