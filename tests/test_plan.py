@@ -74,7 +74,7 @@ def test_the_plan_warns_and_says_what_to_change(capsys):
 def test_the_plan_for_a_thousand_gpus(capsys):
     words = ["--training.global_batch_size", "4096", "--training.replicas", "128"]
     out = printed(capsys, "hymo_750m", "--gpus", "1024", "--device", "h200", *words)
-    assert "128 copies of 8 shards; a rank runs 1 micro-batches of 4 an update" in out
+    assert "128 copies of 8 shards; a rank runs 1 micro-batch of 4 an update" in out
     assert "gradients between copies" in out
 
 

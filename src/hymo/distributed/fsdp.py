@@ -91,7 +91,8 @@ def wrap_model_with_fsdp(
     if isinstance(model, FSDPModule):
         raise ValueError("model: found one that is sharded already; accepted: a plain module")
     training = getattr(config, "training", config)
-    precision = _precision(training.fsdp_mixed_precision)
+    first = next(model.parameters())
+    precision = _precision(training.fsdp_mixed_precision, first.dtype)
     mesh = mesh if mesh is not None else _default_mesh(model, training)
     if world_size is not None and world_size != mesh.size():
         raise ValueError(f"world_size: found {world_size}, accepted: {mesh.size()}, the number of ranks of the mesh")
@@ -235,13 +236,14 @@ def resolve_reshard(choice: str, model: nn.Module, device_type: str, memory: flo
 # --- the steps of wrapping ---
 
 
-def _precision(name: str) -> MixedPrecisionPolicy:
+def _precision(name: str, held: torch.dtype = torch.float32) -> MixedPrecisionPolicy:
     if name not in PRECISIONS:
         hint = " (it would need a loss scale)" if name == "float16" else ""
         raise ValueError(f"training.fsdp_mixed_precision: found {name!r}{hint}, accepted: {', '.join(PRECISIONS)}")
     # Inputs are not cast: the residual stream has the dtype of the embedding's output, and the rotary angles and the
     # router's logits beside it must stay fp32.
-    return MixedPrecisionPolicy(PRECISIONS[name], torch.float32, cast_forward_inputs=False)
+    reduced = torch.promote_types(held, torch.float32)  # float64 parameters: what tests compare with
+    return MixedPrecisionPolicy(PRECISIONS[name], reduced, cast_forward_inputs=False)
 
 
 def _default_mesh(model: nn.Module, training: Any) -> DeviceMesh:

@@ -8,6 +8,8 @@ default group carries CPU tensors over gloo and CUDA tensors over NCCL. The mesh
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -63,8 +65,39 @@ def init_distributed(device: str = "auto", timeout_s: float = FIRST_TIMEOUT_S) -
         torch.cuda.set_device(picked)
     if launched_by_torchrun() and not is_distributed():
         backend = "cpu:gloo,cuda:nccl" if picked.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        limit = timedelta(seconds=timeout_s)
+        store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store.set_timeout(limit)
+        fresh = fresh_store(store, rank, ranks, timeout_s)
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=limit)
     return picked
+
+
+def fresh_store(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> dist.Store:
+    """A part of torchrun's store that these processes alone write to.
+
+    Its agent keeps one store over restarts, in which the keys of the processes before still stand: their addresses
+    would be taken for those of living ones, and the job hang (pytorch/pytorch#135712). The restart count cannot tell
+    them apart, each agent has its own. So rank 0 offers every rank a new name until that rank has taken it; by then all
+    earlier processes have been stopped.
+    """
+    own = store.add(f"hymo/joined/{rank}", 1)  # which life of this rank it is
+    if rank != 0:
+        name = store.get(f"hymo/offer/{rank}/{own}").decode()  # waits for it
+        store.set(f"hymo/taken/{rank}/{name}", "yes")
+        return dist.PrefixStore(name, store)
+    name, until = uuid.uuid4().hex, time.monotonic() + timeout_s
+    for other in range(1, ranks):
+        offered = 0
+        while not store.check([f"hymo/taken/{other}/{name}"]):
+            joined = store.add(f"hymo/joined/{other}", 0)
+            if joined > offered:
+                store.set(f"hymo/offer/{other}/{joined}", name)
+                offered = joined
+            if time.monotonic() > until:
+                raise HyMoError(f"rank {other} has not joined within {timeout_s:g} s")
+            time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def ensure_group(device: torch.device) -> None:

@@ -130,16 +130,17 @@ def verdict(
 def mean_replicated_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
     """Average over ranks, in place, the gradients that nothing else reduces: those of plain (unsharded) parameters.
 
-    One flat fp32 all-reduce an attempt, after the last backward. The order of ``parameters`` must be the same on every
-    rank. A rank without a gradient counts as zero; one that no rank has stays None. DTensors are left alone: FSDP2
-    averaged them. Works for a model that is not sharded at all, too.
+    One flat fp32 all-reduce an attempt (fp64 for fp64 parameters), after the last backward. The order of ``parameters``
+    must be the same on every rank. A rank without a gradient counts as zero; one that no rank has stays None. DTensors
+    are left alone: FSDP2 averaged them. Works for a model that is not sharded at all, too.
     """
     plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
     size = world_size(group)
     if size == 1 or not plain:
         return
-    pieces = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten().float() for p in plain]
-    has = torch.tensor([float(p.grad is not None) for p in plain], device=plain[0].device)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in plain) else torch.float32
+    pieces = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in plain]
+    has = torch.tensor([float(p.grad is not None) for p in plain], dtype=dtype, device=plain[0].device)
     flat = torch.cat([*pieces, has])
     dist.all_reduce(flat, group=group)
     *means, has = flat.split([p.numel() for p in plain] + [len(plain)])

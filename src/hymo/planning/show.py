@@ -156,4 +156,5 @@ def deal_line(plan: RankPlan) -> str:
     deal = Deal(t.global_batch_size, plan.gpus, t.micro_batch_size)
     filler = f", {deal.padded_share:.1%} of them filler" if deal.padded_share else ""
     copies = f"{t.replicas} copies of {plan.gpus // t.replicas} shards; " if t.replicas > 1 else ""
-    return f"{copies}a rank runs {deal.n_micro_batches} micro-batches of {t.micro_batch_size} an update{filler}"
+    n = deal.n_micro_batches
+    return f"{copies}a rank runs {n} micro-batch{'es' if n > 1 else ''} of {t.micro_batch_size} an update{filler}"

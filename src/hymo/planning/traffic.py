@@ -84,7 +84,7 @@ def _weights(config: HyMoConfig, s: Shards, reshard: str, m: int) -> list[Term]:
     reduced = n * sum((s.shards - 1) * FP32 * unit.held for unit in s.units)
     return [
         Term("weights", "all-gather", sum(counts.values()), sent, f"(W-1)/W {narrow} P, {times}"),
-        Term("gradients", "reduce-scatter", n * len(s.units), reduced, f"(W-1)/W 4 P, {'once' if n == 1 else n}"),
+        Term("gradients", "reduce-scatter", n * len(s.units), reduced, f"(W-1)/W 4 P, {'once' if n == 1 else f'{n} x'}"),
     ]
 
 
