@@ -57,7 +57,7 @@ def test_given_text_is_evaluated_whole_and_as_one(small_config, tmp_path, texts,
     capsys.readouterr()
     out = run_eval(str(tmp_path / "run"), "--data", str(texts), capsys=capsys).out
     assert re.fullmatch(
-        r"data: val_loss \S+ \| val_bpb \S+ \| perplexity \S+ \| 900 tokens, 897 bytes \| step 6\n", out
+        r"data: val_loss \S+ \| val_bpb \S+ \| perplexity \S+ \| 900 tokens, 897 bytes \| step 6\n(  .*\n)+", out
     )
     parts = [str(path) for path in sorted(texts.iterdir())]
     assert run_eval(str(tmp_path / "run"), "--data", *parts, capsys=capsys).out == out

@@ -87,6 +87,9 @@ def build_parser() -> Parser:
     evaluate = verbs.add_parser("eval", help="loss and bits per byte of a run on its validation text, or on other text")
     evaluate.add_argument("run_dir", metavar="RUN", help="a run folder or one of its checkpoints")
     evaluate.add_argument("--data", nargs="+", metavar="PATH", help="files or folders instead of the validation text")
+    evaluate.add_argument("--tasks", nargs="+", metavar="TASK", help="instead: tasks of lm-eval by name, or files")
+    evaluate.add_argument("--limit", type=int, metavar="N", help="of --tasks: questions of each (default: all)")
+    evaluate.add_argument("--json", metavar="FILE", help="of --tasks: also write the results there")
     evaluate.set_defaults(run=run_eval, parser=evaluate)
 
     generate = verbs.add_parser("generate", help="continue a text")
@@ -222,8 +225,14 @@ def print_config(path: object, overrides: list[str]) -> int:
 
 
 def run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
-    from hymo.evaluate import evaluate_run
+    from hymo.evaluate import evaluate_run, evaluate_run_tasks
 
+    if args.tasks is not None and args.data is not None:
+        raise HyMoError("--tasks: found beside --data; accepted: one of the two")
+    if args.tasks is not None:
+        return evaluate_run_tasks(args.run_dir, args.tasks, overrides, limit=args.limit, json_file=args.json)
+    if args.limit is not None or args.json is not None:
+        raise HyMoError("--limit, --json: found without --tasks; accepted: beside --tasks")
     return evaluate_run(args.run_dir, args.data, overrides)
 
 

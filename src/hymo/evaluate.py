@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -63,13 +65,33 @@ def evaluate(
     return EvalResult(total / max(labels, 1), bits_per_byte(total, batches.n_bytes), labels, batches.n_bytes)
 
 
+def evaluate_run_tasks(
+    path: str, tasks: Sequence[str], overrides: Sequence[str], *, limit: int | None, json_file: str | None
+) -> int:
+    """``hymo eval --tasks``: print the results of lm-evaluation-harness, and write them if asked."""
+    if limit is not None and limit < 1:
+        raise HyMoError(f"--limit: found {limit}; accepted: a whole number >= 1")
+    try:
+        from hymo.harness import evaluate_tasks, result_table
+    except ImportError as error:
+        raise HyMoError(f"--tasks needs lm-eval ({error}); accepted: pip install 'hymo[eval]'") from None
+    results = evaluate_tasks(path, tasks, overrides, limit)
+    print(result_table(results))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+    return 0
+
+
 def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[str]) -> int:
     """``hymo eval``: print loss, bits per byte and perplexity on a run's validation sets, or on all of ``sources``.
+
+    Below each the same by length of document.
 
     Raises HyMoError where there is nothing to evaluate.
     """
     from hymo.checkpoint import store
     from hymo.checkpoint.manifest import WEIGHTS_ONLY
+    from hymo.evaluate_lengths import evaluate_by_length, table
     from hymo.runs import open_run
 
     run = open_run(path, overrides)
@@ -84,11 +106,12 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
             token_set, run.tokenizer.token_bytes, seq_len=t.seq_len, mtp_depth=0, batch_size=t.micro_batch_size,
             rank=reduce.rank(), world_size=reduce.world_size(), max_tokens=t.eval_tokens if sources is None else None,
         )  # fmt: skip
-        result = evaluate(run.model, batches, run.device)
+        result, rows = evaluate_by_length(run.model, batches, token_set, run.tokenizer.token_bytes, run.device)
         if reduce.is_main():
             print(
                 f"{name}: val_loss {result.val_loss:.4f} | val_bpb {result.val_bpb:.4f} | "
                 f"perplexity {result.perplexity:.2f} | "
                 f"{count(result.tokens)} tokens, {count(result.text_bytes)} bytes | step {run.step}"
             )
+            print(table(rows))
     return 0

@@ -152,9 +152,13 @@ class EvalBatches:
         return self.n_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        for row in self._deal.rows(self._rank, 0):
-            starts = [None if window is None else self._start(window) for window in row]
+        for starts in self.starts():
             yield windows(self._token_set, starts, self._seq_len, self._mtp_depth)
+
+    def starts(self) -> Iterator[list[int | None]]:
+        """Batch by batch, where in the token set each row begins; None for filler rows."""
+        for row in self._deal.rows(self._rank, 0):
+            yield [None if window is None else self._start(window) for window in row]
 
     def _start(self, window: int) -> int:
         return window * self._n_all // self.n_windows * self._seq_len
