@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hymo.config import HyMoConfig, ModelConfig
-from hymo.kernels.cross_entropy import CHUNK_BYTES
+from hymo.kernels.cross_entropy import chunk_rows
 
 STATE_EVERY = 64  # tokens between the states that the recurrence keeps
 HEAD_TILE = 32  # larger heads are cut into tiles of this size
@@ -176,6 +176,7 @@ def activations_of(m: ModelConfig, s: Setting) -> Activations:
     return Activations({name: layer for name, layer in layers.items() if layer[0]})
 
 
-def head_workspace(m: ModelConfig, s: Setting) -> float:
+def head_workspace(m: ModelConfig, s: Setting, tokens: int) -> float:
     """Bytes while the head computes: its weight's gradient and one product in fp32, a chunk's logits and gradient."""
-    return 2 * FP32 * m.vocab_size * m.dim + 2 * s.width * CHUNK_BYTES["cuda"] / FP32
+    rows = min(tokens, chunk_rows(m.vocab_size, "cuda"))
+    return 2 * FP32 * m.vocab_size * m.dim + 2 * s.width * rows * m.vocab_size

@@ -181,4 +181,4 @@ def _block_in_backward(config: HyMoConfig, setting: Setting) -> tuple[float, flo
 def _head(config: HyMoConfig, setting: Setting, tokens: int) -> float:
     """The head's workspace, and its normed inputs, which last as long as its forward."""
     m = config.model
-    return head_workspace(m, setting) + (1 + m.mtp_depth) * setting.width * m.dim * tokens
+    return head_workspace(m, setting, tokens) + (1 + m.mtp_depth) * setting.width * m.dim * tokens
