@@ -322,8 +322,9 @@ class LoggingConfig(Section):
 
     every: int = Field(10, ge=1)
     """updates between printed lines (metrics.jsonl has every attempt)"""
-    trackers: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_as_list)] = []
-    """where the numbers go beside metrics.jsonl: tensorboard, wandb (offline unless WANDB_MODE says otherwise)"""
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_as_list)] = []
+    """where the numbers go beside metrics.jsonl: tensorboard, wandb (offline unless WANDB_MODE says otherwise), trackio
+    (on this machine)"""
     sample_tokens: int = Field(200, ge=0)
     """tokens of the sample printed at the end; 0 = none"""
     sample_prompt: str = "def "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,12 +73,45 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """trackio, on this machine alone: in its own store (TRACKIO_DIR), where `trackio show` finds all runs.
+
+    A resumed run goes on under its name, which RUN/trackio.json keeps; steps made again are there twice.
+    """
+
+    def __init__(self, run_dir: Path, config: HyMoConfig):
+        import trackio
+
+        identity = run_dir / "trackio.json"
+        fresh = {
+            "project": os.environ.get("TRACKIO_PROJECT", "hymo"),
+            "name": f"{run_dir.absolute().name}-{uuid.uuid4().hex[:6]}",
+        }
+        known = json.loads(identity.read_text()) if identity.exists() else fresh
+        identity.write_text(json.dumps(known) + "\n")
+        with contextlib.redirect_stdout(sys.stderr):  # what it says is no line of the run
+            self._run = trackio.init(
+                project=known["project"], name=known["name"], config=to_dict(config), resume="allow", embed=False,
+                auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(numbers(values), step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
 def open_trackers(config: HyMoConfig, run_dir: Path, first_step: int) -> list[Tracker]:
     """The trackers that ``logging.trackers`` names."""
     found: list[Tracker] = []
     for name in config.logging.trackers:
         try:
-            board = TensorBoard(run_dir, first_step) if name == "tensorboard" else WeightsAndBiases(run_dir, config)
+            if name == "tensorboard":
+                board: Tracker = TensorBoard(run_dir, first_step)
+            else:
+                board = (Trackio if name == "trackio" else WeightsAndBiases)(run_dir, config)
         except ImportError:
             line = (
                 f"logging.trackers: found {name} without its package; accepted: pip install 'hymo[track]', or another"
