@@ -87,7 +87,8 @@ def memory_of(config: HyMoConfig, model: HyMo, ranks: int, reshard: str, *, devi
     recomputed, passing = _block_in_backward(config, setting)
     moments: dict[str, Terms] = {
         FORWARD: earlier
-        | {"activations": kept, "gathered weights": weights.in_head, "head's workspace": _head(config, setting, tokens)},
+        | {"activations": kept, "gathered weights": weights.in_head}
+        | {"head's workspace": _head(config, setting, tokens)},
         BACKWARD: earlier
         | {
             "activations": below,

@@ -82,9 +82,10 @@ def _weights(config: HyMoConfig, s: Shards, reshard: str, m: int) -> list[Term]:
     times = "once" if reshard == "step" else f"{m} x {'1' if reshard == 'never' else '2 (embedding, head: 1)'}"
     n = reductions(config, reshard, m)
     reduced = n * sum((s.shards - 1) * FP32 * unit.held for unit in s.units)
+    often = "once" if n == 1 else f"{n} x"
     return [
         Term("weights", "all-gather", sum(counts.values()), sent, f"(W-1)/W {narrow} P, {times}"),
-        Term("gradients", "reduce-scatter", n * len(s.units), reduced, f"(W-1)/W 4 P, {'once' if n == 1 else f'{n} x'}"),
+        Term("gradients", "reduce-scatter", n * len(s.units), reduced, f"(W-1)/W 4 P, {often}"),
     ]
 
 
