@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from hymo import __version__, cli_models
+from hymo import __version__, cli_models, cli_tools
 from hymo.errors import HyMoError
 
 OVERRIDE = re.compile(r"^--[A-Za-z_]+\.[^=]+(=|$)")
@@ -152,6 +152,7 @@ def build_parser() -> Parser:
     report.set_defaults(run=run_report, parser=report)
 
     cli_models.add_parsers(verbs)
+    cli_tools.add_parsers(verbs)
 
     bench = verbs.add_parser("bench", help="side by side with what else is installed, error and limit beside each time")
     kinds = bench.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
@@ -167,6 +168,7 @@ def build_parser() -> Parser:
     keys = verbs.add_parser("keys", help="every key of a configuration: type, default, meaning")
     keys.add_argument("section", nargs="?", help="only this section")
     keys.set_defaults(run=run_keys, parser=keys)
+    cli_tools.describe(parser)
     return parser
 
 
