@@ -1,6 +1,7 @@
 """The plan's arithmetic against the model and the schedule themselves."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from hymo.cli import main
 from hymo.config_io import load_config
 from hymo.models.model import build_hymo
+from hymo.observe.devices import find_device
 from hymo.plan import flops_per_token, parameter_counts, part_flops
+from hymo.planning.show import RankPlan
 
 
 @pytest.mark.parametrize("flags", [[], ["--model.tie_embeddings=true"], ["--model.qk_norm=true", "--model.n_shared=0"]])
@@ -97,3 +100,16 @@ def test_plan_rows_and_faults(capsys):
     ):
         assert main(["plan", "tiny", *words]) == 2
         assert fault in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_plan_computes():
+    """The tables of docs/distribution.md: peak of a rank and bytes of a step, to 3 %."""
+    page = (Path(__file__).parents[1] / "docs" / "distribution.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): re.findall(r"([\d.]+) GiB", line) for line in page.splitlines() if "|" in line}
+    large = ["--training.global_batch_size=4096", "--training.replicas=128"]
+    plans = [("a100-80gb", 4, ["--training.reshard=layer"]), ("a100-80gb", 4, []), ("h200", 1024, large)]
+    for i, (device, gpus, flags) in enumerate(plans):
+        config = load_config("hymo_750m", flags)
+        plan = RankPlan(config, build_hymo(config, device="meta"), gpus, find_device(device))
+        assert float(rows["peak"][i]) == pytest.approx(plan.memory.peak / 2**30, rel=0.03)
+        assert float(rows["all"][i]) == pytest.approx(plan.traffic.total / 2**30, rel=0.03)

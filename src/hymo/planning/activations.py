@@ -17,6 +17,7 @@ from hymo.kernels.cross_entropy import chunk_rows
 
 STATE_EVERY = 64  # tokens between the states that the recurrence keeps
 HEAD_TILE = 32  # larger heads are cut into tiles of this size
+FUSED_TAPS = 4  # convolutions of up to so many taps are part of the fused mixer, where heads need no cutting
 INT64, FP32 = 8, 4
 
 Terms = dict[str, float]
@@ -55,9 +56,12 @@ def gdn_terms(m: ModelConfig, s: Setting) -> Terms:
     tile = HEAD_TILE * HEAD_TILE if cut else _tile(m.gdn_head_dim) * _tile(m.gdn_state_dim)
     tiles = m.gdn_heads * across * down
     states = w * tiles * tile / STATE_EVERY
+    fused = 0 < m.conv_size <= FUSED_TAPS and not cut
     if s.checkpointing == "selective":
         output = FP32 * tiles * HEAD_TILE if cut else w * values
         terms |= {"projections": w * (2 * values + 2 * keys + m.gdn_heads), "output": output, "states": states}
+        if fused:  # the results of the mixer, all of them
+            terms |= {"v, b, c": w * (values + 2 * keys), "gated output": w * values}
         return terms | ({} if s.compiled else {"projected output": w * m.dim})
     convolved = values + 2 * keys if not cut else 3 * tiles * HEAD_TILE
     terms |= {
@@ -68,9 +72,9 @@ def gdn_terms(m: ModelConfig, s: Setting) -> Terms:
         "states": states,
         "output": w * values,
         "gated output": w * values,
-        "norms": FP32 * (1 + m.gdn_heads),
+        "norms": FP32 * (1 if fused else 1 + m.gdn_heads),
     }
-    if not s.compiled:
+    if not s.compiled and not fused:
         terms |= {"normed output": w * values, "silu(z)": w * values}
     return terms
 
