@@ -133,7 +133,7 @@ def _live(words, log, where, args, environment, folder):
 
     from hymo.cli import main
 
-    code = 70
+    code = 1  # as Python does after an exception
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         handle = os.open(log, os.O_WRONLY | os.O_CREAT)

@@ -274,8 +274,8 @@ def test_a_rank_that_dies_ends_the_job(where, lives, small_flags, tmp_path):
     job.signal(signal.SIGKILL, 1)
     assert job.codes(10) == [1, -signal.SIGKILL, 1]
     stacks = [(tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 2)]
-    assert all("rank 1 has not answered for" in text for text in stacks)
-    assert "start_and_train" in stacks[0]
+    assert "rank 1 has not answered for" in stacks[0], "rank 0 watches it; the other may see rank 0 go first"
+    assert all("start_and_train" in text for text in stacks)
     done = {"build_optimizers": None, "train_step": 2, "evaluate": 2, "_write_tensors": None}[where]
     newest = store.latest(tmp_path / "run")
     assert (newest and store.read_manifest(newest).step) == done or where == "evaluate"
@@ -285,7 +285,7 @@ def test_a_rank_that_raises_ends_the_job(lives, small_flags, tmp_path):
     """Its own trace stands in its file, and nobody waits for it. Switched off: the others run into a timeout."""
     job, began = start_trouble(lives, two_ranks(small_flags, *SHORT), tmp_path, "raises", "train_step")
     codes = job.codes(20)
-    assert codes[1] == 70 and 0 not in codes and None not in codes
+    assert codes == [1, 1, 1]
     assert time.monotonic() - began < 15
     assert 'raise OSError("a bad disk")' in (tmp_path / "run" / "stacks" / "rank-1.txt").read_text()
     assert store.read_manifest(store.latest(tmp_path / "run")).step == 2
