@@ -6,7 +6,6 @@ import torch
 
 from hymo.checkpoint import average as module
 from hymo.checkpoint.average import average
-from hymo.checkpoint.export import export
 from hymo.checkpoint.manifest import read_manifest
 from hymo.checkpoint.store import save
 from hymo.cli import main
@@ -73,7 +72,6 @@ def test_it_is_read_like_a_run_and_no_run_goes_on_from_it(run, tmp_path, capsys)
     assert main(["eval", mean, "--data", str(text)]) == 0
     assert main(["inspect", mean]) == 0
     assert "weights_only" in capsys.readouterr().out
-    assert export(mean, tmp_path / "out").step == 80
     assert main(["branch", mean, "--at", "80", "--decay", "5"]) == 2
     assert "holds weights alone" in capsys.readouterr().err
 

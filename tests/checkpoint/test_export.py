@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from hymo.checkpoint.export import ExportedWeights, export, import_export

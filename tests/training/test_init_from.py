@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+pytest.importorskip("safetensors")
 from hymo.checkpoint.export import export
 from hymo.checkpoint.store import read_manifest
 from hymo.checkpoint.weights import fill, open_weights
