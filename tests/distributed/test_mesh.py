@@ -1,5 +1,9 @@
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
@@ -61,3 +65,29 @@ def test_a_group_of_one_needs_no_network():
     finally:
         mesh.shutdown()
     assert not reduce.is_distributed()
+
+
+def join(store, ranks=3):
+    """All ranks of one life of a job agree on a part of the store."""
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(lambda rank: mesh.fresh_store(store, rank, ranks, timeout_s=20), range(ranks)))
+
+
+def test_a_restarted_job_does_not_read_what_the_one_before_wrote():
+    """torchrun's agent keeps one store over restarts; a rank may also die before the others have joined."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    first = join(store)
+    first[0].set("address", "old")
+    assert first[2].get("address") == b"old"
+    store.add("hymo/joined/2", 1)  # a second life of rank 2 alone, dead before rank 0 came
+    second = join(store)
+    assert not second[1].check(["address"])
+    second[1].set("address", "new")
+    assert second[0].get("address") == second[2].get("address") == b"new"
+    assert first[0].get("address") == b"old"
+
+
+def test_a_rank_that_never_joins_is_named():
+    with pytest.raises(HyMoError, match=r"rank 1 has not joined within 0\.1 s"):
+        mesh.fresh_store(dist.HashStore(), 0, 2, timeout_s=0.1)
