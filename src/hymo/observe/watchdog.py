@@ -103,12 +103,15 @@ class Watchdog:
                 self._finish("the launcher of this job is gone")
             if self._store is None:
                 continue
+            grace = 2 * self.interval_s  # the main thread may end by itself, as that of the rank that raised
             try:
                 self._beat()
-                reason = self._alarm() or self._look_at_neighbour()
+                reason = self._alarm()
+                if reason is None:
+                    reason, grace = self._look_at_neighbour(), 0.0
             except RuntimeError as error:
                 reason = f"the job's store does not answer ({str(error).splitlines()[0]}): its host has ended"
-            if reason and not self._done.wait(2 * self.interval_s):  # it may end by itself, as the other did
+            if reason and not self._done.wait(grace):
                 self._finish(reason)
 
     def _beat(self) -> None:
