@@ -152,7 +152,7 @@ def resumed_config(
     before = load_config(run_dir / CONFIG)
     base = to_dict(before) if path is None else read_yaml(path)
     asked = merge(base, parse_overrides(overrides))
-    if not asked.get("training", {}).get("init_from"):  # where it began stays known
+    if not (asked.get("training") or {}).get("init_from"):  # where it began stays known
         asked = merge(asked, {"training": {"init_from": before.training.init_from}})
     after = with_absolute_paths(build_config(asked))
     differing = changed_keys(before, after)

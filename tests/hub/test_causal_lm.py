@@ -117,6 +117,8 @@ def test_a_cache_goes_on_with_several_tokens_and_other_caches_are_refused(ours, 
         assert (torch.cat((first.logits, then.logits), 1) - ours(ids)).abs().max() < 1e-5
     with pytest.raises(ValueError, match="found tuple; accepted: a HyMoCache"):
         theirs(ids, past_key_values=())
+    with pytest.raises(ValueError, match="position_ids: found some; accepted: none"):
+        theirs(ids, position_ids=torch.arange(ids.shape[1])[None])
     with pytest.raises(ValueError, match="accepted: input_ids"):
         theirs(inputs_embeds=torch.zeros(1, 2, 32))
 
@@ -125,6 +127,11 @@ def test_beams_are_those_that_no_cache_gives(theirs, folder):
     batch = AutoTokenizer.from_pretrained(folder)(PROMPTS, return_tensors="pt", padding=True)
     settings = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
     assert torch.equal(theirs.generate(**batch, **settings), theirs.generate(**batch, **settings, use_cache=False))
+
+
+def test_assisted_generation_is_refused(theirs):
+    with pytest.raises(ValueError, match="stateful"):
+        theirs.generate(tokens("x = "), max_new_tokens=5, prompt_lookup_num_tokens=2)
 
 
 def test_sampling_is_by_the_seed_of_torch(theirs):

@@ -82,7 +82,8 @@ class HyMoForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         inputs_embeds: Tensor | None = None,
-        **unused: Any,
+        position_ids: Tensor | None = None,
+        **for_the_loss: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of every token, or of the last ``logits_to_keep``.
 
@@ -96,6 +97,10 @@ class HyMoForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: found embeddings, or no input_ids; accepted: input_ids")
+        if position_ids is not None:
+            raise ValueError(
+                "position_ids: found some; accepted: none, a text counts from 0 (attention_mask says where)"
+            )
         state = cache if cache is not None else past_key_values
         if state is None and use_cache:
             state = HyMoCache()
@@ -109,7 +114,9 @@ class HyMoForCausalLM(PreTrainedModel, GenerationMixin):
             logits_BTV = self._read(state, input_ids, attention_mask, keep)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **unused)
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **for_the_loss
+            )
         fields: dict[str, Any] = {"loss": loss, "logits": logits_BTV, _CACHE: state}
         output = CausalLMOutputWithPast(**fields)
         return output.to_tuple() if return_dict is False else output
