@@ -1,6 +1,10 @@
 """The chunked head loss against the plain form: values, gradients, masks, weights, memory."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -163,4 +167,34 @@ def test_the_full_logits_never_exist():
 
 def test_chunks_hold_at_least_one_token():
     assert chunk_rows(10**9, "cpu") == 1
-    assert chunk_rows(65536, "cuda") == 1024
+    assert chunk_rows(65536, "cuda") == 4096
+
+
+INTERPRETED = """
+import json, torch
+from hymo.kernels.cross_entropy import _chunk_terms
+from hymo.kernels.triton_cross_entropy import chunk_terms
+g = torch.Generator().manual_seed(0)
+worst = 0.0
+for V, dtype in ((257, torch.float32), (5000, torch.float32), (64, torch.float16)):
+    logits = (20 * torch.randn(7, V, generator=g)).to(dtype)
+    labels = torch.randint(V, (7,), generator=g)
+    labels[2] = labels[5] = -100
+    weight, z_weight = torch.tensor(0.3), torch.tensor(1e-2)
+    got = chunk_terms(logits.clone(), labels, weight, z_weight, True)
+    want = _chunk_terms(logits.double(), labels, weight.double(), z_weight.double(), True)
+    without = chunk_terms(logits.clone(), labels, weight, z_weight, False)
+    assert torch.equal(without[0], got[0]) and torch.equal(without[2], logits)
+    assert (got[2][2] == 0).all()
+    scale = 1.0 if dtype == torch.float32 else 1e-3
+    worst = max([worst, *(scale * (a - b).norm().item() / b.norm().item() for a, b in zip(got, want))])
+print(json.dumps(worst))
+"""
+
+
+def test_the_triton_kernel_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) < 2e-6

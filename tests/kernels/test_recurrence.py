@@ -114,7 +114,7 @@ def test_refusals_name_what_was_found_and_what_is_accepted(changes, error, messa
 
 def test_debug_mode_checks_values_and_the_stated_bound(monkeypatch):
     inputs = make_inputs(1, 8, 1, 4, 4, dtype=torch.float32)
-    monkeypatch.setattr(recurrence, "_DEBUG", True)
+    monkeypatch.setattr(recurrence, "DEBUG", True)
     inputs["A_log"] = torch.full((1, 4), 5.0).log()
     inputs["g"] = torch.ones(1, 8, 1)
     call(inputs, max_log_decay=5.0)

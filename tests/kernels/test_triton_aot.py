@@ -51,7 +51,7 @@ def compile_ahead(case: str, capability: int):
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = LAUNCHES[case.split()[0], leaf].options() | {"enable_fp_fusion": True}
+    options = LAUNCHES[case.split()[0], leaf].options | {"enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

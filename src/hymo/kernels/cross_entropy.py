@@ -20,7 +20,7 @@ from torch import Tensor
 IGNORE = -100
 """Label of a token that counts for nothing."""
 
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 """Size of a chunk's fp32 logits; the CPU's stays in its cache."""
 
 
@@ -66,10 +66,13 @@ def _chunk_terms(
 
 
 @functools.cache
-def _chunk_function(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Compiled on CUDA, where the passes over the logits would cost more than their products; the same otherwise."""
-    compiled = device_type == "cuda" and importlib.util.find_spec("triton") is not None
-    return torch.compile(_chunk_terms, dynamic=False) if compiled else _chunk_terms
+def _chunk_function(device_type: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A Triton kernel on CUDA, where the passes over the logits would cost as much as their products."""
+    if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from hymo.kernels.triton_cross_entropy import chunk_terms
+
+        return chunk_terms
+    return _chunk_terms
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -77,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight_VD, term_weights_K, z_weight, labels_KN, needs_grad, rows, *hidden_list):
-        device, chunk_terms = weight_VD.device, _chunk_function(weight_VD.device.type)
+        device, chunk_terms = weight_VD.device, _chunk_function(weight_VD.device.type, weight_VD.dtype)
         ce_sums, z_sum = [], torch.zeros((), device=device)
         grad_weight = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=wide_dtype(weight_VD))
         grad_hidden = [torch.empty_like(h) if needs_grad else h for h in hidden_list]
@@ -123,7 +126,7 @@ def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
     if grad_CV.dtype == total_VD.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
     elif grad_CV.is_cuda:
-        total_VD.add_(torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32))
+        torch.addmm(total_VD, grad_CV.t(), hidden_CD, out_dtype=torch.float32, out=total_VD)
     else:
         total_VD.addmm_(grad_CV.t().float(), hidden_CD.float())
 

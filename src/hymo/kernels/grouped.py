@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hymo.kernels.operators import register_operator
+
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
@@ -38,7 +40,6 @@ def _offsets(counts_E: Tensor) -> Tensor:
     return counts_E.cumsum(0).to(torch.int32)
 
 
-@torch.library.custom_op("hymo::grouped_linear", mutates_args=())
 def _forward(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str) -> Tensor:
     x_MK, w_ENK = x_MK.contiguous(), w_ENK.contiguous()
     if backend == "torch":
@@ -50,7 +51,6 @@ def _forward(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str) -> Ten
     return out_MN
 
 
-@torch.library.custom_op("hymo::grouped_linear_backward", mutates_args=())
 def _gradients(grad_MN: Tensor, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     grad_MN, x_MK, w_ENK = grad_MN.contiguous(), x_MK.contiguous(), w_ENK.contiguous()
     if backend == "torch":
@@ -65,13 +65,11 @@ def _gradients(grad_MN: Tensor, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, b
     return grad_x, grad_w
 
 
-@_forward.register_fake
-def _(x_MK, w_ENK, counts_E, backend):
+def _forward_shape(x_MK, w_ENK, counts_E, backend):
     return x_MK.new_empty(x_MK.shape[0], w_ENK.shape[1])
 
 
-@_gradients.register_fake
-def _(grad_MN, x_MK, w_ENK, counts_E, backend):
+def _gradient_shapes(grad_MN, x_MK, w_ENK, counts_E, backend):
     return x_MK.new_empty(x_MK.shape), w_ENK.new_empty(w_ENK.shape)
 
 
@@ -81,10 +79,11 @@ def _save_inputs(ctx, inputs, output):
 
 
 def _backward(ctx, grad_MN):
-    return *_gradients(grad_MN, *ctx.saved_tensors, ctx.backend), None, None
+    return *_grouped_backward(grad_MN, *ctx.saved_tensors, ctx.backend), None, None
 
 
-_forward.register_autograd(_backward, setup_context=_save_inputs)
+_grouped_backward = register_operator("grouped_linear_backward", _gradients, _gradient_shapes)
+_grouped = register_operator("grouped_linear", _forward, _forward_shape, setup_context=_save_inputs, backward=_backward)
 
 
 def grouped_linear(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str = "auto") -> Tensor:
@@ -105,4 +104,4 @@ def grouped_linear(x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor, backend: str =
         raise ValueError(f"backend: found {backend!r}; accepted: 'auto', 'torch', 'loop'")
     if backend == "torch" and _grouped_mm is None:
         raise RuntimeError("backend 'torch': this torch has no grouped_mm; accepted: 'auto', 'loop'")
-    return _forward(x_MK, w_ENK, counts_E, backend)
+    return _grouped(x_MK, w_ENK, counts_E, backend)

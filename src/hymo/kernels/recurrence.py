@@ -29,7 +29,7 @@ try:
 except ImportError:
     HAS_TRITON = False
 
-_DEBUG = os.environ.get("HYMO_DEBUG", "0") not in ("", "0")
+DEBUG = os.environ.get("HYMODEBUG", "0") not in ("", "0")
 _last_backend: str | None = None
 
 
@@ -67,7 +67,7 @@ def gated_recurrence(
             first document see h0, and the final state is that of its last document.
         return_state: also return the final state [B,H,S,D] in float32 (float64 for float64 inputs).
         max_log_decay: a bound on ``g exp(A_log)`` that the caller vouches for; a small enough bound selects a cheaper
-            form. None is right for any decay. HYMO_DEBUG=1 checks the bound and the values of g and doc_ids.
+            form. None is right for any decay. HYMODEBUG=1 checks the bound and the values of g and doc_ids.
         backend: ``triton`` (a GPU), ``torch`` (chunked PyTorch, anywhere), ``loop`` (the definition), or ``auto``:
             triton on CUDA, torch elsewhere.
 
@@ -83,7 +83,7 @@ def gated_recurrence(
         raise NotImplementedError("beta: the delta rule is not built yet; pass None")
     check_arguments(v, b, c, g, A_log, D, h0, doc_ids, max_log_decay)
     chosen = resolve_backend(backend, v.device)
-    if _DEBUG:
+    if DEBUG:
         check_values(g, A_log, doc_ids, max_log_decay)
     if not torch.compiler.is_compiling():  # torch 2.11 compiles no checkpointed block that sets a global
         _last_backend = chosen
@@ -206,7 +206,7 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 def check_values(g_BTH: Tensor, A_log_HS: Tensor, doc_ids_BT: Tensor | None, max_log_decay: float | None) -> None:
-    """What HYMO_DEBUG=1 checks, waiting for the device: signs, the order of documents, and the bound stated."""
+    """What HYMODEBUG=1 checks, waiting for the device: signs, the order of documents, and the bound stated."""
     if (smallest := g_BTH.min().item()) < 0:
         raise ValueError(f"g: found {smallest}, accepted are gates >= 0")
     if doc_ids_BT is not None and (doc_ids_BT[:, 1:] < doc_ids_BT[:, :-1]).any().item():

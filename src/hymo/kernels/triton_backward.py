@@ -288,3 +288,21 @@ def backward_kernel(
             store_state(dh0_ptr, dstate0, bh, si, dj, S, D)
             if BS > PART:
                 store_state(dh0_ptr, dstate1, bh, si + PART, dj, S, D)
+
+
+@triton.jit(do_not_specialize=["B", "H", "n_segments"])
+def finish_kernel(
+    A_log_ptr, dA_parts_ptr, dD_parts_ptr, dA_log_ptr, dD_ptr, B, H, n_segments, S: tl.constexpr, BS: tl.constexpr
+):
+    """dA_log [H,S] and dD [H] from the sums of the segments; a program is one head, and adds in a fixed order."""
+    h = tl.program_id(0)
+    s = tl.arange(0, BS)
+    dA, dD = tl.zeros([BS], tl.float32), 0.0
+    for row in range(B):
+        at = (row * H + h) * n_segments
+        for n in range(n_segments):
+            dA += tl.load(dA_parts_ptr + (at + n) * S + s, mask=s < S, other=0.0)
+            dD += tl.load(dD_parts_ptr + at + n)
+    rate = tl.exp(tl.load(A_log_ptr + h * S + s, mask=s < S, other=0.0))
+    tl.store(dA_log_ptr + h * S + s, -rate * dA, mask=s < S)
+    tl.store(dD_ptr + h, dD)

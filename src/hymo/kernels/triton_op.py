@@ -5,9 +5,8 @@ shapes without running, and differentiate by ``register_autograd``; so fullgraph
 checkpointing work as for any operator. Nothing is autotuned: ``LAUNCHES`` is a table. Two runs are bit-equal.
 """
 
-import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,14 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hymo.kernels.chunked import leaf_fits
-from hymo.kernels.triton_backward import backward_kernel
+from hymo.kernels.operators import register_operator
+from hymo.kernels.triton_backward import backward_kernel, finish_kernel
 from hymo.kernels.triton_forward import forward_kernel, segment_kernel
+from hymo.kernels.triton_launch import INTERPRETED, launch
 
 CHUNK = 16
 BLOCK = 64  # the forward pass keeps the state before every 64th token
 MAX_SEGMENTS = 16  # a program adds up the segments before its own
 HEAD = 32  # the kernels' largest head; larger ones are cut into blocks of this size
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Launch:
     registers: int | None
     programs: int
 
+    @cached_property
     def options(self) -> dict[str, int]:
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": 1, "num_stages": self.stages, **limit}
@@ -113,8 +114,7 @@ def _in_blocks(
     return o, hT[:, :, :S, :D_head]
 
 
-@torch.library.custom_op("hymo::recurrence", mutates_args=())
-def recurrence(
+def run_forward(
     v: Tensor,
     b: Tensor,
     c: Tensor,
@@ -130,32 +130,28 @@ def recurrence(
     """o (v's dtype or float32), the final state, and the states for the backward pass (empty without ``save``)."""
     v, b, c = _rows(v), _rows(b), _rows(c)
     g, A_log = g.contiguous(), A_log.contiguous()
-    B, T, H, D_head = v.shape
-    S = b.shape[-1]
-    o = torch.empty(v.shape, dtype=torch.float32 if float_output else v.dtype, device=v.device)
-    hT = torch.empty(B, H, S, D_head, dtype=torch.float32, device=v.device)
-    saved = _saved_states(v, b, save)
-    segment = segment_length(T, B * H, "forward", leaf, v.device)
+    B, T, H, _ = v.shape
+    o, hT, saved = _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output)
+    how = LAUNCHES["forward", leaf]
+    segment = segment_length(T, B * H, how.programs, v.device)
     carry, kept = _segments(v, b, g, A_log, doc_ids, segment, leaf, reverse=False)
-    n = triton.cdiv(T, segment)
-    forward_kernel[(B * H, n)](
-        v, b, c, g, A_log, _or(D, g), _or(h0, g), _or(doc_ids, g), carry, kept, o, hT, saved,
-        T, H, n, segment, v.stride(1), b.stride(1), c.stride(1), **_constants(v, b, doc_ids), BT=CHUNK, LEAF=leaf,
-        HAS_D=D is not None, HAS_H0=h0 is not None, SAVE=save, **LAUNCHES["forward", leaf].options(),
-    )  # fmt: skip
+    n = -(-T // segment)
+    constants = _constants("forward", v.dtype, v.shape[-1], b.shape[-1], T % BLOCK != 0, doc_ids is not None, leaf)
+    flags = {"HAS_D": D is not None, "HAS_H0": h0 is not None, "SAVE": save}
+    args = (v, b, c, g, A_log, _or(D, g), _or(h0, g), _or(doc_ids, g), carry, kept, o, hT, saved)
+    sizes = (T, H, n, segment, v.stride(1), b.stride(1), c.stride(1))
+    launch(forward_kernel, (B * H, n), (*args, *sizes), constants | flags, how.options)
     return o, hT, saved
 
 
-@recurrence.register_fake
-def _(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output):
+def _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output):
     B, _, H, D_head = v.shape
     o = torch.empty(v.shape, dtype=torch.float32 if float_output else v.dtype, device=v.device)
     hT = torch.empty(B, H, b.shape[-1], D_head, dtype=torch.float32, device=v.device)
-    return o, hT, _saved_states(v, b, save)
+    return o, hT, saved_states(v, b, save)
 
 
-@torch.library.custom_op("hymo::recurrence_backward", mutates_args=())
-def recurrence_backward(
+def run_backward(
     do: Tensor,
     dhT: Tensor | None,
     v: Tensor,
@@ -173,28 +169,27 @@ def recurrence_backward(
     v, b, c = _rows(v), _rows(b), _rows(c)
     g, A_log = g.contiguous(), A_log.contiguous()
     do = do.to(v.dtype).contiguous()
-    dhT = None if dhT is None else dhT.contiguous()
     B, T, H, _ = v.shape
     S = b.shape[-1]
-    segment = segment_length(T, B * H, "backward", leaf, v.device)
-    n = triton.cdiv(T, segment)
+    how = LAUNCHES["backward", leaf]
+    segment = segment_length(T, B * H, how.programs, v.device)
+    n = -(-T // segment)
     carry, kept = _segments(do, c, g, A_log, doc_ids, segment, leaf, reverse=True)
     dv, db, dc, dg, dA_log, dD, dh0 = _gradients(v, b, c, has_h0)
     scratch = saved.new_empty(B * H * n, BLOCK // CHUNK, *saved.shape[1:])
     dA_parts, dD_parts = g.new_empty(B, H, n, S), g.new_empty(B, H, n)
-    backward_kernel[(B * H, n)](
-        v, b, c, g, A_log, _or(D, g), _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept,
-        dv, db, dc, dg, dA_parts, dD_parts, dh0,
-        T, H, n, segment, v.stride(1), b.stride(1), c.stride(1), **_constants(v, b, doc_ids), BT=CHUNK, LEAF=leaf,
-        HAS_D=D is not None, HAS_DHT=dhT is not None, HAS_H0=has_h0, **LAUNCHES["backward", leaf].options(),
-    )  # fmt: skip
-    torch.mul(dA_parts.sum((0, 2)), -A_log.exp(), out=dA_log)
-    torch.sum(dD_parts, (0, 2), out=dD)
+    constants = _constants("backward", v.dtype, v.shape[-1], S, T % BLOCK != 0, doc_ids is not None, leaf)
+    flags = {"HAS_D": D is not None, "HAS_DHT": dhT is not None, "HAS_H0": has_h0}
+    args = (v, b, c, g, A_log, _or(D, g), _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept)
+    results = (dv, db, dc, dg, dA_parts, dD_parts, dh0 if has_h0 else g)
+    sizes = (T, H, n, segment, v.stride(1), b.stride(1), c.stride(1))
+    launch(backward_kernel, (B * H, n), (*args, *results, *sizes), constants | flags, how.options)
+    finish = {"S": S, "BS": constants["BS"]}
+    launch(finish_kernel, (H, 1), (A_log, dA_parts, dD_parts, dA_log, dD, B, H, n), finish, {"num_warps": 1})
     return dv, db, dc, dg, dA_log, dD, dh0
 
 
-@recurrence_backward.register_fake
-def _(do, dhT, v, b, c, g, A_log, D, doc_ids, saved, leaf, has_h0):
+def _backward_shapes(do, dhT, v, b, c, g, A_log, D, doc_ids, saved, leaf, has_h0):
     return _gradients(v, b, c, has_h0)
 
 
@@ -205,7 +200,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dhT: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor | None, dhT: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     v, b, c, g, A_log, D, doc_ids, saved = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(v)
@@ -215,38 +210,46 @@ def _backward(ctx: Any, do: Tensor | None, dhT: Tensor | None, _: Tensor | None)
     return dv, db, dc, dg, dA_log, dD if D is not None else None, dh0 if ctx.has_h0 else None, None, None, None, None
 
 
-recurrence.register_autograd(_backward, setup_context=_setup_context)
+recurrence_backward = register_operator("recurrence_backward", run_backward, _backward_shapes)
+recurrence = register_operator(
+    "recurrence", run_forward, _forward_shapes, setup_context=_setup_context, backward=_differentiate
+)
 
 
 def _segments(
     v: Tensor, b: Tensor, g: Tensor, A_log: Tensor, doc_ids: Tensor | None, segment: int, leaf: bool, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Every segment's addition to the state (reverse: to the state's gradient) and the sum of its gates."""
-    B, T, H, _ = v.shape
-    n = triton.cdiv(T, segment)
-    constants = _constants(v, b, doc_ids)
-    carry = g.new_empty(B * H, n, constants["BS"], constants["BD"])
+    B, T, H, D = v.shape
+    n, S = -(-T // segment), b.shape[-1]
+    carry = g.new_empty(B * H, n, _tile(S), _tile(D))
     kept = g.new_empty(B * H, n)
     if n > 1:
-        segment_kernel[(B * H, n - 1)](
-            v, b, g, A_log, _or(doc_ids, g), carry, kept, T, H, n, segment, v.stride(1), b.stride(1), **constants,
-            BT=CHUNK, REVERSE=reverse, **LAUNCHES["segment", leaf].options(),
-        )  # fmt: skip
+        constants = _constants("segment", v.dtype, D, S, T % BLOCK != 0, doc_ids is not None, leaf)
+        args = (v, b, g, A_log, _or(doc_ids, g), carry, kept, T, H, n, segment, v.stride(1), b.stride(1))
+        how = LAUNCHES["segment", leaf]
+        launch(segment_kernel, (B * H, n - 1), args, constants | {"REVERSE": reverse}, how.options)
     return carry, kept
 
 
-def _constants(v: Tensor, b: Tensor, doc_ids: Tensor | None) -> dict[str, Any]:
-    """The compile-time arguments that all kernels share."""
-    D, S = v.shape[-1], b.shape[-1]
-    wide = v.dtype == torch.float32
-    sizes = {"D": D, "S": S, "BD": _tile(D), "BS": _tile(S)}
+@cache
+def _constants(
+    kernel: str, dtype: torch.dtype, D: int, S: int, masked: bool, has_docs: bool, leaf: bool
+) -> dict[str, Any]:
+    """The compile-time arguments that do not depend on which tensors are there."""
+    wide = dtype == torch.float32
+    sizes = {"D": D, "S": S, "BD": _tile(D), "BS": _tile(S), "BT": CHUNK}
     precision = {"SPLIT": not (wide or INTERPRETED), "PRECISION": "tf32x3" if wide else "tf32"}
-    return sizes | precision | {"HAS_DOCS": doc_ids is not None, "MASK": v.shape[1] % BLOCK != 0}
+    return sizes | precision | {"HAS_DOCS": has_docs, "MASK": masked} | ({} if kernel == "segment" else {"LEAF": leaf})
 
 
-def segment_length(T: int, n_rows: int, kernel: str, leaf: bool, device: torch.device) -> int:
-    """Tokens a program walks: the multiple of 64 for which the GPU's last wave of programs ends first."""
-    slots = LAUNCHES[kernel, leaf].programs * _multiprocessors(device)
+@cache
+def segment_length(T: int, n_rows: int, programs: int, device: torch.device) -> int:
+    """Tokens a program walks: the multiple of 64 for which the GPU's last wave of programs ends first.
+
+    ``n_rows``: sequences times heads. ``programs``: how many an SM holds at once.
+    """
+    slots = programs * _multiprocessors(device)
     shortest = -(-T // (BLOCK * MAX_SEGMENTS)) * BLOCK
     longest = max(-(-T // BLOCK) * BLOCK, shortest)
     best, best_cost = shortest, float("inf")
@@ -281,7 +284,8 @@ def _or(x: Tensor | None, other: Tensor) -> Tensor:
     return other if x is None else x.contiguous()
 
 
-def _saved_states(v: Tensor, b: Tensor, save: bool) -> Tensor:
+def saved_states(v: Tensor, b: Tensor, save: bool) -> Tensor:
+    """Room for the state before every 64th token; empty without ``save``."""
     B, T, H, D = v.shape
     n = B * H * (-(-T // BLOCK)) if save else 0
     return v.new_empty(n, _tile(b.shape[-1]), _tile(D))

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hymo.kernels.operators import register_operator
 from hymo.kernels.triton_common import load_rates
 
 LARGEST_HEAD = 128
@@ -38,8 +39,7 @@ def step_kernel(
     tl.store(o_ptr + bh * D + d, o.to(o_ptr.dtype.element_ty), mask=d < D)
 
 
-@torch.library.custom_op("hymo::recurrence_step", mutates_args=())
-def recurrence_step(
+def _step(
     v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor, state: Tensor, D: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """o [B,H,D] in v's dtype and the new state; g, A_log, D and state are float32. Not differentiable."""
@@ -55,8 +55,10 @@ def recurrence_step(
     return o, new_state
 
 
-@recurrence_step.register_fake
-def _(v, b, c, g, A_log, state, D):
+def _shapes(v, b, c, g, A_log, state, D):
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty(
         state.shape, dtype=state.dtype, device=v.device
     )
+
+
+recurrence_step = register_operator("recurrence_step", _step, _shapes)

@@ -11,7 +11,7 @@ Shape suffixes: B batch, T sequence, C channels, H heads, D value size of a head
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hymo.config import ModelConfig
 from hymo.kernels.conv import causal_conv, causal_conv_step
-from hymo.kernels.recurrence import Backend, gated_recurrence, gated_recurrence_step
+from hymo.kernels.recurrence import Backend, gated_recurrence, gated_recurrence_step, resolve_backend
 from hymo.models.layers import CompilableBlock, DocLayout, RMSNorm, rms_norm, wide
 
 
@@ -68,11 +68,26 @@ class GatedDeltaNetBlock(CompilableBlock):
         return self._run(x_BTC, layout.doc_ids_BT)
 
     def _compute(self, x_BTC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:  # type: ignore[override]
-        vbc_BTC, z_BTC, g_BTH = self._project(self.norm(x_BTC))
-        if self.conv_weight is not None:
-            vbc_BTC = causal_conv(vbc_BTC, self.conv_weight, doc_ids_BT)
+        proj_BTP, g_BTH = self._project(self.norm(x_BTC))
+        if self._has_fused_mixer(proj_BTP):
+            from hymo.kernels.triton_mixer import gated_mixer
+
+            return x_BTC + self.out_proj(
+                gated_mixer(
+                    proj_BTP,
+                    g_BTH,
+                    self._bounded_A_log(),
+                    wide(self.D),
+                    cast(Tensor, self.conv_weight),
+                    self.out_norm.weight,
+                    doc_ids_BT,
+                    self.max_decay,
+                    self.norm_eps,
+                )
+            )
+        vbc_BTC, z_BTC = self._cut(proj_BTP)
         o_BTHD = gated_recurrence(
-            *self._split_heads(vbc_BTC),
+            *self._convolved(vbc_BTC, doc_ids_BT),
             g_BTH,
             self._bounded_A_log(),
             D=self.D,
@@ -82,11 +97,29 @@ class GatedDeltaNetBlock(CompilableBlock):
         )
         return x_BTC + self._output(o_BTHD, z_BTC)
 
-    def _project(self, n_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _has_fused_mixer(self, proj_BTP: Tensor) -> bool:
+        """Whether convolution, recurrence and output gate run as one operator: the Triton form, where it fits."""
+        if resolve_backend(self._backend(), proj_BTP.device) != "triton" or self.conv_weight is None:
+            return False
+        from hymo.kernels import triton_mixer
+
+        return triton_mixer.supports(proj_BTP, self.conv_weight, self.head_dim, self.state_dim)
+
+    def _project(self, n_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """[v | b | c | z] and the gates, fp32 [..., H]."""
+        return self.in_proj(n_BTC), torch.sigmoid(wide(self.dt_proj(n_BTC)) + wide(self.dt_bias))
+
+    def _cut(self, proj: Tensor) -> tuple[Tensor, Tensor]:
+        """[v | b | c] and z."""
         value, key, _, _ = self.row_blocks["in_proj.weight"]
-        vbc, z = self.in_proj(n_BTC).split((value + 2 * key, value), dim=-1)
-        g = torch.sigmoid(wide(self.dt_proj(n_BTC)) + wide(self.dt_bias))
-        return vbc, z, g
+        vbc, z = proj.split((value + 2 * key, value), dim=-1)
+        return vbc, z
+
+    def _convolved(self, vbc_BTC: Tensor, doc_ids_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """v [B,T,H,D], b and c [B,T,H,S] after the convolution."""
+        if self.conv_weight is not None:
+            vbc_BTC = causal_conv(vbc_BTC, self.conv_weight, doc_ids_BT)
+        return self._split_heads(vbc_BTC)
 
     def _split_heads(self, vbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value, key, _, _ = self.row_blocks["in_proj.weight"]
@@ -121,14 +154,13 @@ class GatedDeltaNetBlock(CompilableBlock):
 
     def prefill(self, x_BTC: Tensor) -> tuple[Tensor, GDNState]:
         """The forward pass of one document from its start, and the state after it."""
-        vbc, z_BTC, g_BTH = self._project(self.norm(x_BTC))
+        proj_BTP, g_BTH = self._project(self.norm(x_BTC))
+        vbc, z_BTC = self._cut(proj_BTP)
         window = self.init_state(x_BTC.shape[0]).window_BKC
         taps = window.shape[1]
         window = torch.cat((window, vbc), dim=1)[:, vbc.shape[1] : vbc.shape[1] + taps]
-        if self.conv_weight is not None:
-            vbc = causal_conv(vbc, self.conv_weight)
         o_BTHD, h_BHSD = gated_recurrence(
-            *self._split_heads(vbc),
+            *self._convolved(vbc, None),
             g_BTH,
             self._bounded_A_log(),
             D=self.D,
@@ -140,11 +172,17 @@ class GatedDeltaNetBlock(CompilableBlock):
 
     def step(self, x_BC: Tensor, state: GDNState) -> tuple[Tensor, GDNState]:
         """One token: [B, dim] -> [B, dim] and the next state."""
-        vbc, z_BC, g_BH = self._project(self.norm(x_BC))
+        proj_BP, g_BH = self._project(self.norm(x_BC))
+        vbc, z_BC = self._cut(proj_BP)
         window = state.window_BKC
         if self.conv_weight is not None:
             vbc, window = causal_conv_step(vbc, self.conv_weight, window)
         o_BHD, h_BHSD = gated_recurrence_step(
-            *self._split_heads(vbc), g_BH, self._bounded_A_log(), state.h_BHSD, D=self.D, backend=self._backend()
+            *self._split_heads(vbc),
+            g_BH,
+            self._bounded_A_log(),
+            state.h_BHSD,
+            D=self.D,
+            backend=self._backend(),
         )
         return x_BC + self._output(o_BHD, z_BC), GDNState(window, h_BHSD)

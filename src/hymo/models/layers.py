@@ -234,8 +234,8 @@ def kept_operators(checkpointing: str) -> list[Any]:
     kept: list[Any] = []
     if checkpointing == "selective":
         if HAS_TRITON:
-            importlib.import_module("hymo.kernels.triton_op")  # registers the operator
-        names += ["grouped_linear", "recurrence"]
+            importlib.import_module("hymo.kernels.triton_mixer")  # registers the operators
+        names += ["grouped_linear", "recurrence", "gated_mixer"]
         # No bmm: the chunked recurrence changes the results of its batched products in place.
         kept += [aten.mm.default, aten.addmm.default, torch.ops.higher_order.flex_attention]
         kept += [

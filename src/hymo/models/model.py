@@ -17,7 +17,7 @@ from hymo.config import HyMoConfig, ModelConfig
 from hymo.kernels.cross_entropy import linear_cross_entropy
 from hymo.models.gdn import GatedDeltaNetBlock, GDNState
 from hymo.models.init import initialize_
-from hymo.models.layers import DocLayout, RMSNorm, document_layout, rotary_angles
+from hymo.models.layers import CompilableBlock, DocLayout, RMSNorm, document_layout, rotary_angles
 from hymo.models.mla import LatentAttention, MLABlock, MLACache
 from hymo.models.moe import DeepSeekMoE
 from hymo.models.mtp import MultiTokenPrediction
@@ -41,8 +41,11 @@ class ModelOutput(NamedTuple):
     logit_max_NH: Tensor | None
 
 
-class LMHead(nn.Module):
-    """Final norm and output matrix: the only reader of the head's weight, called once a micro-batch."""
+class LMHead(CompilableBlock):
+    """Final norm and output matrix: the only reader of the head's weight, called once a micro-batch.
+
+    ``use_compile`` is of the norm.
+    """
 
     def __init__(self, dim: int, vocab_size: int, eps: float):
         super().__init__()
@@ -63,9 +66,12 @@ class LMHead(nn.Module):
         """
         if labels_list is None:
             return self.logits(hidden_list[0])
-        normed = [self.norm(hidden).flatten(0, -2) for hidden in hidden_list]
+        normed = [self._run(hidden) for hidden in hidden_list]
         labels = [labels_BT.flatten() for labels_BT in labels_list]
         return linear_cross_entropy(normed, self.weight, labels, term_weights_K=term_weights_K, z_weight=z_weight)
+
+    def _compute(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return self.norm(hidden).flatten(0, -2)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits in fp32, [..., V]."""

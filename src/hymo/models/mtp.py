@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from hymo.config import ModelConfig
-from hymo.models.layers import DocLayout, RMSNorm
+from hymo.models.layers import CompilableBlock, DocLayout, RMSNorm
 from hymo.models.mla import MLABlock
 
 
-class MTPDepth(nn.Module):
-    """One link of the chain: join the hidden state with the looked-ahead token, project, one block."""
+class MTPDepth(CompilableBlock):
+    """One link of the chain: join the hidden state with the looked-ahead token, project, one block.
+
+    ``use_compile`` is of the joining and the projection; the block has its own.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -27,8 +30,10 @@ class MTPDepth(nn.Module):
 
     def forward(self, hidden_BTC: Tensor, ahead_BTC: Tensor, layout: DocLayout, real_B: Tensor | None = None):
         """Hidden states and embeddings of the tokens ahead -> next hidden states, and the block's statistics."""
-        joined = torch.cat((self.hidden_norm(hidden_BTC), self.embed_norm(ahead_BTC)), dim=-1)
-        return self.block(self.proj(joined), layout, real_B)
+        return self.block(self._run(hidden_BTC, ahead_BTC), layout, real_B)
+
+    def _compute(self, hidden_BTC: Tensor, ahead_BTC: Tensor) -> Tensor:  # type: ignore[override]
+        return self.proj(torch.cat((self.hidden_norm(hidden_BTC), self.embed_norm(ahead_BTC)), dim=-1))
 
 
 def look_ahead(embedded_BLC: Tensor, doc_ids_BL: Tensor | None, length: int, k: int) -> Tensor:

@@ -13,6 +13,7 @@ from hymo.errors import HyMoError
 from hymo.kernels.attention import choose_backend
 from hymo.kernels.recurrence import HAS_TRITON
 from hymo.models.gdn import GatedDeltaNetBlock
+from hymo.models.layers import CompilableBlock
 from hymo.models.mla import MLABlock
 from hymo.models.moe import DeepSeekMoE
 
@@ -63,6 +64,7 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
     for module in model.modules():
         if isinstance(module, GatedDeltaNetBlock | MLABlock):
             module.checkpointing = training.activation_checkpointing
+        if isinstance(module, CompilableBlock):
             module.use_compile = compiled
         if isinstance(module, GatedDeltaNetBlock):
             module.use_triton = fused
