@@ -81,6 +81,8 @@ def test_base_chain_and_its_faults(tmp_path):
     (tmp_path / "b.yaml").write_text(f"base: {find_config('tiny')}\ntraining: {{seed: 5, seq_len: 128}}\n")
     config = load_config(tmp_path / "a.yaml")
     assert (config.training.seed, config.training.seq_len, config.model.dim) == (7, 128, 96)
+    (tmp_path / "b.yaml").write_text("base: tiny\n")
+    assert load_config(tmp_path / "a.yaml").model.dim == 96
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(ConfigError, match="inherits from itself"):
         load_config(tmp_path / "a.yaml")

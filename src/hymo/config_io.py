@@ -34,7 +34,7 @@ def _yaml() -> YAML:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """One YAML file as a nested dict, with its ``base:`` file (relative to it) underneath."""
+    """One YAML file as a nested dict, with its ``base:`` (a file relative to it, or a shipped name) underneath."""
     return _read_yaml(path, seen=())
 
 
@@ -56,8 +56,12 @@ def _read_yaml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return data
     if not isinstance(base, str):
-        raise ConfigError([f"{path}: base: found {base!r}; accepted: the path of a YAML file"])
-    return merge(_read_yaml(path.parent / base, (*seen, path.resolve())), data)
+        raise ConfigError([f"{path}: base: found {base!r}; accepted: the path of a YAML file, or a shipped name"])
+    below = path.parent / base
+    shipped = shipped_configs() / f"{base}.yaml"
+    if not below.is_file() and shipped.is_file():
+        below = shipped
+    return merge(_read_yaml(below, (*seen, path.resolve())), data)
 
 
 # Two ways to say one thing: naming the one in a file or flag puts aside the other of the file underneath.

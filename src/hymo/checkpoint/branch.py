@@ -24,7 +24,7 @@ from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, to_dict
 from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
-from hymo.runs import CONFIG, METRICS, write_config
+from hymo.runs import CONFIG, METRICS, with_absolute_paths, write_config
 from hymo.training.scheduler import Phases, branch_phases, eligible, extend_phases
 
 BRANCH = "branch.json"
@@ -201,7 +201,7 @@ def _new_config(parent: _Parent, phases: Phases, overrides: Sequence[str]) -> Hy
         "decay_steps": phases.D,
         "decay_frac": parent.config.scheduler.decay_frac,  # what a later extension goes by
     }
-    config = build_config(merge(merge(to_dict(parent.config), {"scheduler": schedule}), asked))
+    config = with_absolute_paths(build_config(merge(merge(to_dict(parent.config), {"scheduler": schedule}), asked)))
     for key in STATE_KEYS:
         old, new = getattr(parent.config.optimizer, key), getattr(config.optimizer, key)
         if old != new:

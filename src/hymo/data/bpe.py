@@ -17,6 +17,8 @@ SPLIT_PATTERN = (
 )
 # What ByteLevel(use_regex=True) splits by: the pattern of GPT-2.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Texts are given to the trainer in pieces: it holds hundreds of them at once, each at many times its size.
+TRAINED_AT_ONCE = 1 << 16
 LEAST_VOCABULARY = 257  # 256 bytes and the end token
 
 
@@ -43,8 +45,19 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> str:
     )
 
     texts = (document.text.decode("utf-8", errors="replace") for document in documents)
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((piece for text in texts for piece in in_pieces(text, TRAINED_AT_ONCE)), trainer)
     return backend.to_str(pretty=True)
+
+
+def in_pieces(text: str, most: int) -> list[str]:
+    """A text in pieces of at most `most` characters, cut after line ends, else before a space, else anywhere."""
+    pieces, start = [], 0
+    while len(text) - start > most:
+        stop = start + most
+        cut = text.rfind("\n", start, stop) + 1 or max(0, text.rfind(" ", start + 1, stop)) or stop
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
 
 
 def tiktoken_of(content: str) -> Any | None:

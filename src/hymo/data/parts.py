@@ -162,7 +162,7 @@ def _write_in_processes(
             tell(counter.value)
             for future in done:
                 yield future.result()
-    except BrokenProcessPool:
+    except (BrokenProcessPool, MemoryError):
         raise DataError(
             "hymo data build: a worker process died, most likely for want of memory; the same command goes on where"
             " this one stopped, and --workers with a smaller number takes less memory"

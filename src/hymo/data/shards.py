@@ -30,6 +30,7 @@ from hymo.data.tokenize import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT = "hymo token set 1"
+_AT_ONCE = 1 << 20
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} if hasattr(errno, "EDQUOT") else {errno.ENOSPC, errno.EFBIG}
 
 
@@ -173,11 +174,14 @@ class PartWriter:
 
     def add(self, tokens: npt.NDArray[np.uint32], n_bytes: int, text_digest: bytes) -> None:
         """One document: its tokens (the end token is added here), UTF-8 bytes and the 16-byte digest of its text."""
-        self._files["tokens"].write(np.append(tokens, self._tokenizer.end_id).astype(self._dtype).tobytes())
+        for start in range(0, len(tokens), _AT_ONCE):  # a huge document takes no multiple of its size
+            some = tokens[start : start + _AT_ONCE]
+            self._files["tokens"].write(some.astype(self._dtype).tobytes())
+            self.n_token_bytes += int(self._tokenizer.token_bytes[some].sum())
+        self._files["tokens"].write(np.array([self._tokenizer.end_id], self._dtype).tobytes())
         self.n_tokens += len(tokens) + 1
         self.n_documents += 1
         self.n_bytes += n_bytes
-        self.n_token_bytes += int(self._tokenizer.token_bytes[tokens].sum())
         self._files["ends"].write(self.n_tokens.to_bytes(8, "little"))
         self._files["bytes"].write(n_bytes.to_bytes(8, "little"))
         self._files["digests"].write(text_digest)

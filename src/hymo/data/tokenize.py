@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hymo.data.bpe import tiktoken_of
+from hymo.data.bpe import in_pieces, tiktoken_of
 from hymo.data.readers import DataError
 
 Ids = npt.NDArray[np.uint32]
@@ -106,9 +106,9 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        pieces = [_pieces(_as_text(text)) for text in texts]
+        pieces = [in_pieces(_as_text(text), MOST_AT_ONCE) for text in texts]
         flat = iter(self._encode([piece for group in pieces for piece in group]))
-        return [np.concatenate([next(flat) for _ in group]) for group in pieces]
+        return [next(flat) if len(group) == 1 else np.concatenate([next(flat) for _ in group]) for group in pieces]
 
     def _encode(self, texts: list[str]) -> list[Ids]:
         if self._tiktoken is None:
@@ -144,17 +144,6 @@ def open_tokenizer(choice: str, *, fast: bool = False) -> Tokenizer:
         return ByteTokenizer()
     path, _, end_token = choice.partition("#")
     return FileTokenizer(path, end_token or None, fast=fast)
-
-
-def _pieces(text: str) -> list[str]:
-    """A text in pieces of at most MOST_AT_ONCE characters; most texts are one."""
-    pieces, start = [], 0
-    while len(text) - start > MOST_AT_ONCE:
-        most = start + MOST_AT_ONCE
-        cut = text.rfind("\n", start, most) + 1 or max(0, text.rfind(" ", start + 1, most)) or most
-        pieces.append(text[start:cut])
-        start = cut
-    return [*pieces, text[start:]]
 
 
 def _as_text(text: str | bytes) -> str:
