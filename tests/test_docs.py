@@ -9,7 +9,13 @@ import pytest
 import hymo
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "lab").glob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / "lab").glob("*.md"),
+]
 
 
 def test_configuration_page_is_what_the_types_say():
