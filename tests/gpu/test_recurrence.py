@@ -56,7 +56,8 @@ def test_shapes_and_documents(shape, bound, packed):
     if shape[1] == 1:
         packed = False
     doc_ids = document_ids(*shape[:2]).cuda() if packed else None
-    check(make(*shape), doc_ids=doc_ids, max_log_decay=bound, scale=1.25 if shape[1] < 16 else 1.0)
+    # a handful of numbers: their roundings do not average out
+    check(make(*shape), doc_ids=doc_ids, max_log_decay=bound, scale=2.5 if shape[1] < 16 else 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -83,6 +83,18 @@ def block(T, *, docs=False, max_decay=5.0, dtype=torch.float32, head_dim=8, stat
     return {name: relative(a, b) for name, a, b in zip(names, *results, strict=True)}
 
 
+def swiglu():
+    """The kernel of SwiGLU's gradient, on sizes that its tiles do not divide."""
+    from hymo.kernels.triton_swiglu import swiglu_backward
+
+    g = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(3, 5, 2 * 70, generator=g), torch.randn(3, 5, 70, generator=g)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    (want,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, exact, dy.double())
+    return {"dx": relative(swiglu_backward(x, dy), want)}
+
+
 def library():
     x = torch.randn(1, 3, 4 * 8).requires_grad_()
     g, A_log, D = torch.rand(1, 3, 1), torch.zeros(1, 8), torch.ones(1)
@@ -103,6 +115,7 @@ CASES = {
     "block, packed": lambda: block(18, docs=True, head_dim=5, state_dim=8),
     "block, any decay": lambda: block(11, docs=True, max_decay=None, conv_size=2),
     "block, float16": lambda: block(10, dtype=torch.float16),
+    "swiglu": swiglu,
     "library": library,
 }
 

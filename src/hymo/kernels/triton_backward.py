@@ -23,12 +23,14 @@ from hymo.kernels.triton_common import (
     gate_sums,
     half_sum_mask,
     is_right,
-    load_documents,
+    load_ends,
+    load_ids,
     load_gates,
     load_rates,
     load_tile,
     pair_mask,
     split_gates,
+    starts_document,
     store_tile,
     sums_towards,
     transposed,
@@ -73,8 +75,10 @@ def rebuild_states(
         total = tl.sum(g, 0)
         reach, keep = t[:, None] >= 0, True
         if HAS_DOCS:
-            ids, before, last = load_documents(doc_ptr, t, first + x, T)
-            reach, keep = (ids == last)[:, None], before == last
+            before, last = load_ends(doc_ptr, first + x, T, BT)
+            keep = before == last
+            if before != last:
+                reach = (load_ids(doc_ptr, t, first + x, T) == last)[:, None]
         scratch_ptr += BS * BD
         state0 = advance(state0, b0, v, a0, high, low, total, t, reach, keep, HAS_DOCS, SPLIT, PRECISION)
         tl.store(scratch_ptr + at0, state0.to(scratch_ptr.dtype.element_ty))
@@ -165,6 +169,75 @@ def part_gradients(
     return db, dc, dstate, dv, P, W, dg, dA, dlog
 
 
+@triton.jit
+def chunk_gradients(
+    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
+    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
+    D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the chunk at token x; returns dstate at its start and the sums with its part added.
+
+    HAS_DOCS: a document may start in the chunk. The parts of the state rows are 0 and 1; without a second one its
+    arguments are the first's and go unused.
+    """
+    i, j = t[:, None], t[None, :]
+    high, low = split_gates(g, PART, SPLIT)
+    total = tl.sum(g, 0)
+    same = i >= 0
+    see, reach, keep = same, same, True
+    if HAS_DOCS:
+        ids = load_ids(doc_ptr, t, first + x, T)
+        before, last = load_ends(doc_ptr, first + x, T, BT)
+        same = ids[:, None] == ids[None, :]
+        see, reach, keep = (ids == before)[:, None], (ids == last)[:, None], before == last
+    # "mirror": the image [j,i] of a matrix [i,j]
+    zeros = tl.zeros([BT, BT], tl.float32)
+    dP = dot(do, tl.trans(v), zeros, PRECISION)
+    dP_mirror = dot(v, tl.trans(do), zeros, PRECISION)
+    dD += tl.sum(tl.sum(tl.where(i == j, dP, 0.0), 1), 0)
+    if LEAF:
+        to_row = gate_sums((j <= i) & same, high, low, SPLIT)
+        between = tl.where((i > j) & same, dP * (to_row - tl.trans(to_row)), 0.0).to(b0.dtype)
+        dP_low = tl.where((i >= j) & same, dP, 0.0).to(b0.dtype)
+        dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b0.dtype)
+    else:
+        dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
+        between, dP_low, dP_mirror_low = dP, dP, dP
+    dv, P, W = tl.zeros([BT, BD], tl.float32), zeros, zeros
+    dg = tl.zeros([BT], tl.float32)
+    db, dc, dstate0, dv, P, W, dg, dA0, dlog = part_gradients(
+        b0, c0, v, do, state0, dstate0, a0, t, high, low, total, same, see, reach, keep, dP, dP_low,
+        dP_mirror_low, between, dv, P, W, dg, dA0, LEAF, HAS_DOCS, SPLIT, PRECISION,
+    )  # fmt: skip
+    dA0 += g[:, None] * dlog
+    store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
+    store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
+    if BS > PART:
+        db, dc, dstate1, dv, P, W, dg, dA1, dlog = part_gradients(
+            b1, c1, v, do, state1, dstate1, a1, t, high, low, total, same, see, reach, keep, dP, dP_low,
+            dP_mirror_low, between, dv, P, W, dg, dA1, LEAF, HAS_DOCS, SPLIT, PRECISION,
+        )  # fmt: skip
+        dA1 += g[:, None] * dlog
+        store_tile(db_ptr + x * H * S, db, t, s + PART, H * S, tokens - x, S, BS, MASK)
+        store_tile(dc_ptr + x * H * S, dc, t, s + PART, H * S, tokens - x, S, BS, MASK)
+    if LEAF:
+        P = tl.where((i <= j) & same, P, 0.0)
+        W = tl.where((i < j) & same, W * dP_mirror, 0.0)
+        sums = sums_towards(i <= j, tl.trans(W), zeros, SPLIT)
+        dg += tl.sum(tl.where(j < i, sums, 0.0), 1)
+    elif HAS_DOCS:
+        P = tl.where(same, P, 0.0)
+    P = tl.where(i == j, P + skip, P)
+    dv = dot(P.to(v.dtype), do, dv, PRECISION)
+    store_tile(dv_ptr + x * H * D, dv, t, d, H * D, tokens - x, D, BD, MASK)
+    if MASK:
+        tl.store(dg_ptr + (x + t) * H, dg * LN2, mask=x + t < tokens)
+    else:
+        tl.store(dg_ptr + (x + t) * H, dg * LN2)
+    return dstate0, dstate1, dA0, dA1, dD
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
 def backward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dhT_ptr, carry_ptr, kept_ptr,
@@ -223,61 +296,24 @@ def backward_kernel(
             c0 = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S if S < PART else PART, PART, MASK)
             state_ptr = scratch_ptr + (3 - k) * (BD * BS)
             state0 = tl.load(state_ptr + si * BD + dj)
-            high, low = split_gates(g, PART, SPLIT)
-            total = tl.sum(g, 0)
-            same = i >= 0
-            see, reach, keep = same, same, True
-            if HAS_DOCS:
-                ids, before, last = load_documents(doc_ptr, t, first + x, T)
-                same = ids[:, None] == ids[None, :]
-                see, reach, keep = (ids == before)[:, None], (ids == last)[:, None], before == last
-            # "mirror": the image [j,i] of a matrix [i,j]
-            zeros = tl.zeros([BT, BT], tl.float32)
-            dP = dot(do, tl.trans(v), zeros, PRECISION)
-            dP_mirror = dot(v, tl.trans(do), zeros, PRECISION)
-            dD += tl.sum(tl.sum(tl.where(i == j, dP, 0.0), 1), 0)
-            if LEAF:
-                to_row = gate_sums((j <= i) & same, high, low, SPLIT)
-                between = tl.where((i > j) & same, dP * (to_row - tl.trans(to_row)), 0.0).to(b0.dtype)
-                dP_low = tl.where((i >= j) & same, dP, 0.0).to(b0.dtype)
-                dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b0.dtype)
-            else:
-                dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
-                between, dP_low, dP_mirror_low = dP, dP, dP
-            dv, P, W = tl.zeros([BT, BD], tl.float32), zeros, zeros
-            dg = tl.zeros([BT], tl.float32)
-            db, dc, dstate0, dv, P, W, dg, dA0, dlog = part_gradients(
-                b0, c0, v, do, state0, dstate0, a0, t, high, low, total, same, see, reach, keep, dP, dP_low,
-                dP_mirror_low, between, dv, P, W, dg, dA0, LEAF, HAS_DOCS, SPLIT, PRECISION,
-            )  # fmt: skip
-            dA0 += g[:, None] * dlog
-            store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
-            store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
             if BS > PART:
                 b1 = load_tile(b_ptr + x * b_stride, t, s + PART, b_stride, tokens - x, S, BS, MASK)
                 c1 = load_tile(c_ptr + x * c_stride, t, s + PART, c_stride, tokens - x, S, BS, MASK)
                 state1 = tl.load(state_ptr + PART * BD + si * BD + dj)
-                db, dc, dstate1, dv, P, W, dg, dA1, dlog = part_gradients(
-                    b1, c1, v, do, state1, dstate1, a1, t, high, low, total, same, see, reach, keep, dP, dP_low,
-                    dP_mirror_low, between, dv, P, W, dg, dA1, LEAF, HAS_DOCS, SPLIT, PRECISION,
-                )  # fmt: skip
-                dA1 += g[:, None] * dlog
-                store_tile(db_ptr + x * H * S, db, t, s + PART, H * S, tokens - x, S, BS, MASK)
-                store_tile(dc_ptr + x * H * S, dc, t, s + PART, H * S, tokens - x, S, BS, MASK)
-            if LEAF:
-                P = tl.where((i <= j) & same, P, 0.0)
-                W = tl.where((i < j) & same, W * dP_mirror, 0.0)
-                sums = sums_towards(i <= j, tl.trans(W), zeros, SPLIT)
-                dg += tl.sum(tl.where(j < i, sums, 0.0), 1)
-            elif HAS_DOCS:
-                P = tl.where(same, P, 0.0)
-            P = tl.where(i == j, P + skip, P)
-            dv = dot(P.to(v.dtype), do, dv, PRECISION)
-            store_tile(dv_ptr + x * H * D, dv, t, d, H * D, tokens - x, D, BD, MASK)
-            if MASK:
-                tl.store(dg_ptr + (x + t) * H, dg * LN2, mask=x + t < tokens)
             else:
-                tl.store(dg_ptr + (x + t) * H, dg * LN2)
+                b1, c1, state1 = b0, c0, state0
+            if HAS_DOCS and starts_document(doc_ptr, first + x, T, BT):
+                dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
+                    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
+                    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
+                    D, S, BD, BS, BT, LEAF, True, MASK, SPLIT, PRECISION,
+                )  # fmt: skip
+            else:
+                dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
+                    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
+                    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
+                    D, S, BD, BS, BT, LEAF, False, MASK, SPLIT, PRECISION,
+                )  # fmt: skip
         tl.debug_barrier()  # the scratch is written anew
     tl.store(dA_ptr + at * S + s, tl.sum(dA0, 0), mask=s < S)
     if BS > PART:

@@ -123,9 +123,21 @@ def pair_mask(t, u, level: tl.constexpr):
 
 
 @triton.jit
-def load_documents(ptr, t, t0, T):
-    """Document ids of the chunk's rows (the last token's after the end), of the token before it and of its last row."""
-    rows = tl.load(ptr + tl.minimum(t0 + t, T - 1))
+def load_ends(ptr, t0, T, BT: tl.constexpr):
+    """Document ids of the token before the chunk at t0 and of its last row. Ids never decrease: where the two are
+    equal, no document starts in the chunk, and nothing needs to be asked of its rows."""
     before = tl.load(ptr + tl.minimum(tl.maximum(t0 - 1, 0), T - 1))
-    last = tl.load(ptr + tl.minimum(t0 + t.shape[0] - 1, T - 1))
-    return rows, before, last
+    return before, tl.load(ptr + tl.minimum(t0 + BT - 1, T - 1))
+
+
+@triton.jit
+def starts_document(ptr, t0, T, BT: tl.constexpr):
+    """Whether the chunk at token t0 holds a document's first token."""
+    before, last = load_ends(ptr, t0, T, BT)
+    return before != last
+
+
+@triton.jit
+def load_ids(ptr, t, t0, T):
+    """Document ids of the chunk's rows; after the end the last token's."""
+    return tl.load(ptr + tl.minimum(t0 + t, T - 1))

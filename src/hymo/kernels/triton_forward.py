@@ -18,12 +18,14 @@ from hymo.kernels.triton_common import (
     gate_sums,
     half_sum_mask,
     is_right,
-    load_documents,
+    load_ends,
+    load_ids,
     load_gates,
     load_rates,
     load_tile,
     pair_mask,
     split_gates,
+    starts_document,
     store_tile,
     transposed,
 )
@@ -68,10 +70,12 @@ def segment_kernel(
         factor = tl.exp2(a[None, :] * gate_sums(chosen, high, low, SPLIT))
         through = tl.exp2(a * total)
         if HAS_DOCS:
-            ids, before, last = load_documents(doc_ptr, t, first + x, T)
-            factor = tl.where((ids == (before if REVERSE else last))[:, None], factor, 0.0)
-            through = tl.where(before == last, through, 0.0)
-            cut += (before != last).to(tl.int32)
+            before, last = load_ends(doc_ptr, first + x, T, BT)
+            if before != last:
+                reached = load_ids(doc_ptr, t, first + x, T) == (before if REVERSE else last)
+                factor = tl.where(reached[:, None], factor, 0.0)
+                through = through * 0.0
+                cut = 1
         state = dot(transposed(b.to(tl.float32) * factor, b.dtype), v, state * through[:, None], PRECISION)
         kept += total
         total = tl.sum(g_next, 0)
@@ -141,6 +145,29 @@ def chunk_scores(
     return P, C_in, B_out
 
 
+@triton.jit
+def forward_chunk(
+    v, b, c, g, state, a, total, skip, t, doc_ptr, t0, T,
+    LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of the chunk at token t0 and the state after it. HAS_DOCS: a document may start in it."""
+    if HAS_DOCS:
+        ids = load_ids(doc_ptr, t, t0, T)
+        before, last = load_ends(doc_ptr, t0, T, t.shape[0])
+    else:
+        ids, before, last = t, 0, 0
+    through = tl.exp2(a * total)
+    P, C_in, B_out = chunk_scores(b, c, g, a, through, t, ids, before, last, LEAF, HAS_DOCS, SPLIT, PRECISION)
+    if HAS_D:
+        P = tl.where(t[:, None] == t[None, :], P + skip, P)
+    if HAS_DOCS:
+        through = tl.where(before == last, through, 0.0)
+    o = dot(P.to(v.dtype), v, tl.zeros(v.shape, tl.float32), PRECISION)
+    o = dot(C_in.to(c.dtype), transposed(state, c.dtype), o, PRECISION)
+    state = dot(transposed(v, v.dtype), B_out.to(b.dtype), state * through[None, :], PRECISION)
+    return o, state
+
+
 @triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
 def forward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, h0_ptr, doc_ptr, carry_ptr, kept_ptr, o_ptr, hT_ptr, saved_ptr,
@@ -154,7 +181,6 @@ def forward_kernel(
     h, first = bh % H, n * segment
     row = (bh // H).to(tl.int64) * T + first
     t, s, d = tl.arange(0, BT), tl.arange(0, BS), tl.arange(0, BD)
-    i, j = t[:, None], t[None, :]
     a = load_rates(A_log_ptr, h, s, S)
     skip = tl.load(D_ptr + h) if HAS_D else 0.0
     v_ptr += row * v_stride + h * D
@@ -184,20 +210,15 @@ def forward_kernel(
             if x % 64 == 0:
                 tl.store(saved_ptr + sj * BD + di, state.to(saved_ptr.dtype.element_ty))
                 saved_ptr += BD * BS
-        if HAS_DOCS:
-            ids, before, last = load_documents(doc_ptr, t, first + x, T)
+        if HAS_DOCS and starts_document(doc_ptr, first + x, T, BT):
+            o, state = forward_chunk(
+                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, LEAF, HAS_D, True, SPLIT, PRECISION
+            )
         else:
-            ids, before, last = t, 0, 0
-        through = tl.exp2(a * total)
-        P, C_in, B_out = chunk_scores(b, c, g, a, through, t, ids, before, last, LEAF, HAS_DOCS, SPLIT, PRECISION)
-        if HAS_D:
-            P = tl.where(i == j, P + skip, P)
-        if HAS_DOCS:
-            through = tl.where(before == last, through, 0.0)
-        o = dot(P.to(v.dtype), v, tl.zeros([BT, BD], tl.float32), PRECISION)
-        o = dot(C_in.to(c.dtype), transposed(state, c.dtype), o, PRECISION)
+            o, state = forward_chunk(
+                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, LEAF, HAS_D, False, SPLIT, PRECISION
+            )
         store_tile(o_ptr + x * H * D, o, t, d, H * D, tokens - x, D, BD, MASK)
-        state = dot(transposed(v, v.dtype), B_out.to(b.dtype), state * through[None, :], PRECISION)
         v, total, x = v_next, tl.sum(g_next, 0), x + BT
     if n == n_segments - 1:
         store_state(hT_ptr, state, bh, sj, di, S, D)

@@ -46,7 +46,7 @@ LAUNCHES = {
     ("segment", False): Launch(3, None, 16),
     ("forward", True): Launch(3, 168, 12),
     ("forward", False): Launch(3, 168, 12),
-    ("backward", True): Launch(2, None, 8),
+    ("backward", True): Launch(3, None, 8),
     ("backward", False): Launch(2, None, 8),
 }
 

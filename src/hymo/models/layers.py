@@ -161,6 +161,10 @@ class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
+        if x.is_cuda and HAS_TRITON and x.dtype != torch.float64:
+            from hymo.kernels.triton_swiglu import swiglu_backward
+
+            return swiglu_backward(x, grad)
         gate, up = x.chunk(2, dim=-1)
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return torch.cat((grad_gate, F.silu(gate).mul_(grad)), dim=-1)
