@@ -34,6 +34,7 @@ from hymo.training.trainer import Trainer
 
 PREFIX = "part: "
 PROFILED = 2  # steps under the profiler
+COMPILED_BLOCK = "attention and MoE"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ def parts_of(model: HyMo) -> Iterator[tuple[str, nn.Module]]:
         elif isinstance(module, LMHead):
             yield "head and losses", module
     for block in model.layers:
-        if isinstance(block, MLABlock):
+        if isinstance(block, MLABlock) and block.use_compile:
+            yield COMPILED_BLOCK, block  # one graph; a range inside it would compile it anew
+        elif isinstance(block, MLABlock):
             yield "attention", block.attn
             yield "MoE", block.ffn
 
@@ -211,6 +214,7 @@ def print_result(config: HyMoConfig, r: TrainBench) -> None:
 
     peak = device_peak_flops(torch.device("cuda")) if torch.cuda.is_available() else None
     flops = part_flops(config.model, config.training.seq_len)
+    flops[COMPILED_BLOCK] = flops["attention"] + flops["MoE"]
     table = Table(
         "part", "ms", "share", "matrix FLOPs at peak, ms", title="A step under the profiler", title_justify="left"
     )

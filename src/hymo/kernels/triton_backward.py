@@ -24,8 +24,8 @@ from hymo.kernels.triton_common import (
     half_sum_mask,
     is_right,
     load_ends,
-    load_ids,
     load_gates,
+    load_ids,
     load_rates,
     load_tile,
     pair_mask,
@@ -252,7 +252,6 @@ def backward_kernel(
     h, first = bh % H, n * segment
     row = (bh // H).to(tl.int64) * T + first
     t, s, d = tl.arange(0, BT), tl.arange(0, PART), tl.arange(0, BD)
-    i, j = t[:, None], t[None, :]
     a0 = load_rates(A_log_ptr, h, s, S)
     a1 = load_rates(A_log_ptr, h, s + PART, S)
     skip = tl.load(D_ptr + h) if HAS_D else 0.0
