@@ -234,6 +234,23 @@ def test_a_full_disk_tears_nothing_and_the_next_save_works(tmp_path, state, blan
     assert same(state, blank)
 
 
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch):
+    def read_only(file, text):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(manifest, "write_durably", read_only)
+    with pytest.raises(CheckpointError, match=r"run: cannot be written \(Read-only file system\); accepted: "):
+        store.prove_shared(tmp_path / "run")
+
+
+def test_what_the_disk_said_is_told_not_what_torch_made_of_it():
+    """On a full disk torch's writer of a file raises a position that it did not expect while it handles the error."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert store._say(error) == "OSError: [Errno 28] No space left on device"
+    assert store._say(RuntimeError("else")) == "RuntimeError: else"
+
+
 def test_an_unwritable_run_folder_is_one_clear_error(tmp_path, state):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="step 1 could not be saved in"):

@@ -1,5 +1,6 @@
 """metrics.jsonl and what is printed of it: torn lines, non-finite numbers, units, peaks of devices."""
 
+import errno
 import json
 import math
 
@@ -75,6 +76,39 @@ def test_rows_of_attempts_that_are_done_again_are_cut_off(tmp_path):
     write(path, 0, *({"attempt": a, "loss": float(a)} for a in (1, 2, 3)), {"attempt": 3, "val_loss": 1.0})
     write(path, 2, {"attempt": 3, "loss": 9.0})
     assert [(row["attempt"], row["loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+class Full:
+    """A file on a disk with room for some bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self):
+        self.file.close()
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path):
+    """Said once; then each row stands there once. Switched off: a run ends by the row that has no place."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    assert file.write({"attempt": 1}) is None
+    file._file = Full(file._file, room=5)
+    assert "metrics.jsonl could not be written: No space left on device" in file.write({"attempt": 2})
+    assert file.write({"attempt": 3}) is None, "told already"
+    file._file.room = 1000
+    assert file.write({"attempt": 4}) is None
+    assert path.read_text() == "".join(f'{{"attempt": {n}}}\n' for n in (1, 2, 3, 4))
+    file._file.room = 0
+    assert "could not be written" in file.write({"attempt": 5})
+    assert "lacks its last rows: No space" in file.close()
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

@@ -136,3 +136,19 @@ def test_a_full_disk_does_not_keep_a_job_from_ending(tmp_path):
         store.set("alarm", "rank 1 raised OSError")
         time.sleep(0.5)
     assert ended == [1]
+
+
+def test_a_reader_that_is_gone_does_not_keep_a_job_from_ending(tmp_path, monkeypatch):
+    """The pipe behind stderr may have ended with the launcher. Switched off: the thread dies, the process stays."""
+
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        def flush(self):
+            pass
+
+    ended = []
+    monkeypatch.setattr("sys.stderr", Gone())
+    Watchdog(tmp_path, end=ended.append, store=dist.HashStore(), who=(0, 2))._finish("the launcher of this job is gone")
+    assert ended == [1]

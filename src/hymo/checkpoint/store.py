@@ -190,10 +190,16 @@ def prove_shared(run_dir: str | os.PathLike, group: ProcessGroup | None = None, 
     ranks and hosts that see another folder.
     """
     token, file = str(uuid.uuid4()), Path(run_dir) / ".shared"
+    problem = None
     if rank(group) == 0:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        files.write_durably(file, token)
-    token = broadcast_object(token, group=group)
+        try:
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            files.write_durably(file, token)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    token, problem = broadcast_object((token, problem), group=group)
+    if problem is not None:
+        raise CheckpointError(f"{run_dir}: cannot be written ({problem}); accepted: a folder that rank 0 may write to")
     until = time.monotonic() + patience_s  # network file systems may show a new file late
     while not (seen := _reads(file, token)) and time.monotonic() < until:
         time.sleep(0.1)
@@ -401,4 +407,6 @@ def _say(error: BaseException | None) -> str | None:
     inner = getattr(error, "failures", None)
     if inner:
         error = next(iter(inner.values()))[0]
+    while not isinstance(error, OSError) and isinstance(error.__context__, Exception):
+        error = error.__context__  # torch's writer of a file says where it stood, the disk said why before that
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -31,7 +31,9 @@ def jsonable(value: Any) -> Any:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one row an attempt, on disk when `write` returns to the system. Rank 0 alone writes.
+    """``metrics.jsonl``: one row an attempt, with the system when `write` returns. Rank 0 alone writes.
+
+    A disk that is full ends nothing: rows wait in memory, and the next `write` that can takes them all.
 
     What is there of later attempts than ``attempt`` is of steps that a resumed run does again, so it is cut off (by a
     rewrite and a rename): no attempt is in the file twice, and none is missing.
@@ -41,7 +43,8 @@ class MetricsFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._cut_back(attempt)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def _cut_back(self, attempt: int) -> None:
         """Keep the rows up to an attempt; a last line that a killed process left without its end goes too."""
@@ -59,12 +62,29 @@ class MetricsFile:
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(self.path)
 
-    def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(jsonable(row), allow_nan=False) + "\n")
-        self._file.flush()
+    def write(self, row: dict[str, Any]) -> str | None:
+        """Add a row. Where that cannot be, why, the first time; the row then waits for the next call."""
+        waited = bool(self._waiting)
+        self._waiting += (json.dumps(jsonable(row), allow_nan=False) + "\n").encode()
+        problem = self._write_waiting()
+        return (
+            None if problem is None or waited else f"{self.path} could not be written: {problem}; rows wait for space"
+        )
 
-    def close(self) -> None:
+    def close(self) -> str | None:
+        """Write what waits; what cannot be written is lost, and said."""
+        problem = self._write_waiting() if self._waiting else None
         self._file.close()
+        return None if problem is None else f"{self.path} lacks its last rows: {problem}"
+
+    def _write_waiting(self) -> str | None:
+        """Append all rows that wait. A part of them stays in the file, the rest goes on waiting behind it."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return str(error.strerror or error)
+        return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -40,9 +40,10 @@ class TensorBoard:
     def __init__(self, run_dir: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Rows after the resumed step are of attempts that are made again: TensorBoard hides what it purges.
-        purge = first_step + 1 if first_step else None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+        # Rows after the resumed step are of attempts that are made again: TensorBoard hides what it purges. From update
+        # 0 on too: a run that ended before its first checkpoint begins anew in its folder.
+        folder = str(run_dir / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=first_step + 1)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in numbers(values).items():

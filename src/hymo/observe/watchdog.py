@@ -12,6 +12,7 @@ The same thread writes the stacks, without ending anything, when nothing moves o
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -141,7 +142,8 @@ class Watchdog:
 
     def _finish(self, reason: str) -> None:
         where = self._write_stacks(reason)
-        print(f"[rank {self.rank}] ending the job: {reason}; stacks in {where}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone: that must not keep it from ending
+            print(f"[rank {self.rank}] ending the job: {reason}; stacks in {where}", file=sys.stderr, flush=True)
         self._end(1)
         self._done.set()
 
@@ -152,7 +154,8 @@ class Watchdog:
         self._stall_told = True
         said = f"nothing has moved on for {waited:.0f} s"
         where = self._write_stacks(said)
-        print(f"[rank {self.rank}] {said}; stacks in {where}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"[rank {self.rank}] {said}; stacks in {where}", file=sys.stderr, flush=True)
 
     def _write_stacks(self, reason: str) -> str:
         if self.run_dir is None:

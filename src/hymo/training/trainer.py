@@ -222,8 +222,8 @@ class Trainer:
             sinks = open_trackers(self.config, self.run_dir, self.step)
 
         def record(row: dict[str, Any]) -> None:
-            if metrics is not None:
-                metrics.write(row)
+            if metrics is not None and (problem := metrics.write(row)):
+                self.log.warn(problem)
             for sink in sinks:
                 sink.log(row["step"], {k: v for k, v in row.items() if k not in ("step", "attempt")})
 
@@ -236,9 +236,10 @@ class Trainer:
                 self.saver.wait()
                 self._hear_saves()
             self._restart_stream()
-            for closing in (metrics, *sinks):
-                if closing is not None:
-                    closing.close()
+            if metrics is not None and (problem := metrics.close()):
+                self.log.warn(problem)
+            for sink in sinks:
+                sink.close()
 
     def train_step(self) -> TrainStepResult:
         """One attempt: all micro-batches, then an update or a skip (see `hymo.training.step`)."""
