@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from hymo.kernels import triton_launch  # noqa: E402
-from hymo.kernels.triton_launch import launch  # noqa: E402
+from hymo.kernels import triton_launch
+from hymo.kernels.triton_launch import launch
 
 
 class Recorder:

@@ -184,7 +184,7 @@ def run_case(case: Case, names: Sequence[str] = ()) -> list[Row]:
 @contextmanager
 def launching(key: tuple[str, bool], **changes: int | None) -> Iterator[None]:
     """Another launch of one Triton kernel for a while."""
-    from hymo.kernels.triton_op import LAUNCHES
+    from hymo.kernels.triton_common import LAUNCHES
 
     shipped = LAUNCHES[key]
     LAUNCHES[key] = dataclasses.replace(shipped, **changes)  # type: ignore[arg-type]

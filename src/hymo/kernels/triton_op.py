@@ -5,8 +5,7 @@ shapes without running, and differentiate by ``register_autograd``; so fullgraph
 checkpointing work as for any operator. Nothing is autotuned: ``LAUNCHES`` is a table. Two runs are bit-equal.
 """
 
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.functional import pad
 from hymo.kernels.chunked import leaf_fits
 from hymo.kernels.operators import register_operator
 from hymo.kernels.triton_backward import backward_kernel, finish_kernel
+from hymo.kernels.triton_common import LAUNCHES
 from hymo.kernels.triton_forward import forward_kernel, segment_kernel
 from hymo.kernels.triton_launch import INTERPRETED, launch
 
@@ -24,31 +24,6 @@ CHUNK = 16
 BLOCK = 64  # the forward pass keeps the state before every 64th token
 MAX_SEGMENTS = 16  # a program adds up the segments before its own
 HEAD = 32  # the kernels' largest head; larger ones are cut into blocks of this size
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to launch a kernel: load pipeline depth, register limit (None: the compiler's), programs an SM holds."""
-
-    stages: int
-    registers: int | None
-    programs: int
-
-    @cached_property
-    def options(self) -> dict[str, int]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": 1, "num_stages": self.stages, **limit}
-
-
-# (kernel, leaf form) -> launch, for head sizes up to 32; measured on an H200 with Triton 3.6
-LAUNCHES = {
-    ("segment", True): Launch(3, None, 16),
-    ("segment", False): Launch(3, None, 16),
-    ("forward", True): Launch(3, 168, 12),
-    ("forward", False): Launch(3, 168, 12),
-    ("backward", True): Launch(3, None, 8),
-    ("backward", False): Launch(2, None, 8),
-}
 
 
 def triton_recurrence(
