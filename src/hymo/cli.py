@@ -121,8 +121,12 @@ def build_parser() -> Parser:
 
     data = verbs.add_parser("data", help="build or look at a tokenized data set")
     kinds = data.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
-    build = kinds.add_parser("build", help="tokenizer and token shards from text, JSONL (.gz, .zst) or Parquet")
-    build.add_argument("sources", nargs="+", metavar="SOURCE", help="files and folders")
+    build = kinds.add_parser(
+        "build", help="tokenizer and token shards from text, JSONL (.gz, .zst), Parquet or the hub"
+    )
+    build.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="files, folders, hf://NAME[@REVISION][:CONFIG][#SPLIT]"
+    )
     build.add_argument("--out", required=True, metavar="DIR", help="the data set's folder")
     build.add_argument(
         "--tokenizer", default="bpe", metavar="X", help="bpe (train one), bytes, or a file (default: bpe)"

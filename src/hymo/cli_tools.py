@@ -37,6 +37,7 @@ EXAMPLES = {
     "data build": (
         "hymo data build texts/ --out set --vocab-size 32768",
         "hymo data build x.parquet --out set --tokenizer bytes",
+        "hymo data build hf://HuggingFaceFW/fineweb-edu:sample-10BT --out set",
     ),
     "data inspect": ("hymo data inspect set --samples 5",),
     "inspect": ("hymo inspect runs/a", "hymo inspect runs/a/checkpoints/step-400"),

@@ -92,13 +92,20 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
     from hymo.checkpoint import store
     from hymo.checkpoint.manifest import WEIGHTS_ONLY
     from hymo.evaluate_lengths import evaluate_by_length, table
-    from hymo.runs import open_run
+    from hymo.runs import open_run, tokenizer_of
 
     run = open_run(path, overrides)
-    t, data = run.config.training, run.config.data
-    if sources is None and "imported_from" in store.read_manifest(run.checkpoint).meta.get(WEIGHTS_ONLY, {}):
+    t, meta = run.config.training, store.read_manifest(run.checkpoint).meta
+    if sources is None and "imported_from" in meta.get(WEIGHTS_ONLY, {}):
         raise HyMoError(f"{path}: was imported without text of its own; accepted: --data PATH, text to evaluate")
-    sets = prepare(data).val if sources is None else {"data": prepare_whole(sources, data)}
+    data = run.config.data.model_copy(update={"tokenizer": tokenizer_of(run.checkpoint, run.config)})
+    if sources is None:
+        own = prepare(data)
+        sets = own.val
+        if meta.get("data_fingerprint", own.train.fingerprint) != own.train.fingerprint and reduce.is_main():
+            print("data.source is not the text that the run was trained on: it was changed, or another one was given")
+    else:
+        sets = {"data": prepare_whole(sources, data)}
     if not sets:
         raise HyMoError(f"{path}: its data has no held-out documents; accepted: --data PATH, other text to evaluate")
     for name, token_set in sets.items():

@@ -94,6 +94,8 @@ def test_broken_lines_stop_or_are_counted(tmp_path, capsys):
     source.write_text(source.read_text() + '{"text": brok\n' * 7)
     with pytest.raises(DataError, match=r"a.jsonl:51: not valid JSON"):
         build([source], tmp_path / "strict", vocab_size=300, workers=0)
+    assert build_command([str(source)], str(tmp_path / "strict"), vocab_size=300, workers=0, skip_bad=True) == 0
+    assert "7 broken lines passed over" in capsys.readouterr().out
     assert build_command([str(source)], str(tmp_path / "out"), vocab_size=300, workers=0, skip_bad=True) == 0
     printed = capsys.readouterr().out
     assert "7 broken lines passed over" in printed

@@ -85,7 +85,7 @@ def build(
     bpe_bytes: int = 256 << 20,
     progress: StageProgress | None = None,
 ) -> BuildReport:
-    """Make a data set of text, JSONL (.gz, .zst) and Parquet files in the new folder `out`.
+    """Make a data set of text, JSONL (.gz, .zst) and Parquet files and hub data sets in the new folder `out`.
 
     tokenizer: "bpe" (trained here, `vocab_size` ids, on about `bpe_bytes` of the text), "bytes", or a tokenizers file.
     encoder: "tiktoken", "tokenizers", or "auto" (tiktoken where it can). workers: processes, by default one a core.
@@ -101,7 +101,7 @@ def build(
     settings |= {"skip_bad": skip_bad, "encoder": encoder}
     if tokenizer == "bpe":
         settings |= {"vocab_size": vocab_size, "bpe_bytes": bpe_bytes}
-    source = open_source(sources)
+    source = open_source(sources, hub=True)
     work = target.with_name(f"{target.name}.part")
     with disk_errors("--out", target.parent, "what is built stays for the same command to go on"):
         work.mkdir(parents=True, exist_ok=True)
@@ -120,12 +120,15 @@ def build(
 
 
 def _agree_with_plan(path: Path, settings: dict[str, Any]) -> None:
-    """Note the settings of a new build; refuse to go on with a build of other settings."""
-    if not path.exists():
+    """Note the settings of a new build; refuse to go on with a build of other settings.
+
+    --skip-bad may be added, as one does after a broken line: the parts that are done hold none.
+    """
+    before = json.loads(path.read_text()) if path.exists() else None
+    if before is None or before | {"skip_bad": True} == settings:
         write_synced(path.with_suffix(".tmp"), json.dumps(settings).encode())
         os.replace(path.with_suffix(".tmp"), path)
         return
-    before = json.loads(path.read_text())
     changed = [key for key in settings | before if settings.get(key) != before.get(key)]
     if changed:
         found = ", ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
@@ -155,11 +158,12 @@ def _build_in(
     results = write_token_sets(source, job, settings["val_fraction"], workers=n_workers, progress=encoding)
     check_unchanged(source)
     n_bad = sum(result.n_bad for result in results)
+    hub = any(file.n_shards for file in source.files)  # whose sizes may be estimates
     encoder = "tiktoken" if fast else "bytes" if choice == "bytes" else "tokenizers"
     described = {
         "format": FORMAT,
         "source": source.described,
-        "source_bytes": source.n_bytes,
+        "source_bytes": sum(result.source_bytes for result in results) if hub else source.n_bytes,
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,

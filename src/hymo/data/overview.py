@@ -107,14 +107,14 @@ def _decoder(folder: Path, one: TokenSet, choice: str | None) -> Tokenizer | Non
 
 
 def _table(sets: dict[str, TokenSet]) -> Iterator[str]:
-    yield f"{'set':<8}{'tokens':>16}{'documents':>14}{'text':>12}{'bytes/token':>13}{'median':>9}{'longest':>12}"
+    yield f"{'set':<8}{'tokens':>16}{'documents':>14}{'text':>12}{'bytes/token':>13}{'median':>12}{'longest':>13}"
     for name, one in sets.items():
         lengths = one.document_lengths()
         median, longest = (int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0)
         per_token = one.n_bytes / max(1, one.n_tokens - one.n_documents)
         yield (
             f"{name:<8}{one.n_tokens:>16,}{one.n_documents:>14,}{size(one.n_bytes):>12}{per_token:>13.3f}"
-            f"{median:>9,}{longest:>12,}"
+            f"{median:>12,}{longest:>13,}"
         )
 
 

@@ -18,7 +18,7 @@ from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_ove
 from hymo.data.source import Source, check_unchanged, open_source
 from hymo.data.tokenize import Tokenizer, open_tokenizer
 
-_LAYOUT = "hymo-cache-2"  # part of every cache key: raised when what is written changes
+_LAYOUT = "hymo-cache-3"  # part of every cache key: raised when what is written changes
 
 
 class DataSettings(Protocol):

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 from hymo.errors import HyMoError
 
 TEXT_FIELD = "text"
+HUB = "hf://"  # begins the name of a data set of the hub, see hub.py
 # A text file longer than this becomes several documents, cut at line ends, so that memory stays bounded.
-MAX_DOCUMENT_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 16 << 20
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PACKED = (".gz", ".zst")
 _BLOCK = 256 << 10
@@ -37,7 +38,7 @@ class Document(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a file: bytes [start, stop) of JSONL, row groups [start, stop) of Parquet, else the whole."""
+    """Part of a file: bytes [start, stop) of JSONL, row groups of Parquet, shards of a hub set, else the whole."""
 
     path: str
     name: str
@@ -46,7 +47,9 @@ class Piece(NamedTuple):
 
 
 def kind_of(path: str | Path) -> str:
-    """ "jsonl", "parquet" or "text", by the name."""
+    """ "hub", "jsonl", "parquet" or "text", by the name."""
+    if str(path).startswith(HUB):
+        return "hub"
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _PACKED]
     last = suffixes[-1] if suffixes else ""
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(last, "text")
@@ -74,7 +77,11 @@ def read_piece(piece: Piece, on_bad: OnBad | None = None) -> Iterator[Document]:
     """The documents of one piece, as `read_documents`."""
     kind = kind_of(piece.path)
     try:
-        if kind == "jsonl":
+        if kind == "hub":
+            from hymo.data.hub import read_shards
+
+            documents = read_shards(piece.path, piece.start, piece.stop)
+        elif kind == "jsonl":
             documents = _read_jsonl(piece, on_bad)
         else:
             documents = _read_parquet(piece) if kind == "parquet" else _read_text(piece)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hymo.data.readers import (
+    HUB,
     UTF16_MARKS,
     DataError,
     Document,
@@ -29,12 +30,16 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modul
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file. `name` is relative to the folder it was found in, so that moving a folder renames nothing."""
+    """One file, or a data set of the hub (`n_shards` > 0, its version for a time, a size that may be estimated).
 
-    path: Path
+    `name` is relative to the folder it was found in, so that moving a folder renames nothing.
+    """
+
+    path: Path | str
     name: str
     size: int
     mtime_ns: int
+    n_shards: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,10 @@ class Source:
 
 def _pieces_of(file: SourceFile, unit_bytes: int) -> Iterator[tuple[Piece, int]]:
     path, kind = str(file.path), kind_of(file.path)
-    if file.size <= unit_bytes or is_packed(path) or kind == "text":
+    if kind == "hub":
+        for shard in range(file.n_shards):
+            yield Piece(path, file.name, shard, shard + 1), file.size // file.n_shards
+    elif file.size <= unit_bytes or is_packed(path) or kind == "text":
         yield Piece(path, file.name), file.size
     elif kind == "jsonl":
         for start in range(0, file.size, unit_bytes):
@@ -91,8 +99,10 @@ def _pieces_of(file: SourceFile, unit_bytes: int) -> Iterator[tuple[Piece, int]]
             yield Piece(path, file.name, start, stop), file.size * (stop - start) // groups
 
 
-def open_source(entries: Sequence[str | Path] | None) -> Source:
+def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False) -> Source:
     """Find the files behind `data.source`: paths of files and folders, or None for this Python's standard library.
+
+    hub: names of data sets of the hub are accepted too.
 
     Folders are walked in sorted order; hidden files, caches and binary files in them are passed over. A file that is
     named itself is always taken.
@@ -106,7 +116,7 @@ def open_source(entries: Sequence[str | Path] | None) -> Source:
     files: list[SourceFile] = []
     for entry in entries:
         try:
-            files.extend(_files_of(str(entry)))
+            files.extend([_of_hub(str(entry))] if hub and str(entry).startswith(HUB) else _files_of(str(entry)))
         except OSError as error:
             raise DataError(f"data.source: cannot read {str(entry)!r}: {error.strerror or error}") from None
     return Source(tuple(files), ", ".join(str(entry) for entry in entries))
@@ -116,21 +126,37 @@ def check_unchanged(source: Source) -> None:
     """Raises DataError when a file of the source is not as it was when the source was opened."""
     now = []
     for file in source.files:
-        status = file.path.stat() if file.path.exists() else None
+        if file.n_shards:  # read by its revision
+            now.append(file)
+            continue
+        path = Path(file.path)
+        status = path.stat() if path.exists() else None
         size, mtime_ns = (status.st_size, status.st_mtime_ns) if status else (-1, -1)
         now.append(replace(file, size=size, mtime_ns=mtime_ns))
     if Source(tuple(now), source.described).fingerprint() != source.fingerprint():
         raise DataError(f"data.source: {source.described} changed while it was read; start again when it rests")
 
 
+def _of_hub(entry: str) -> SourceFile:
+    from hymo.data.hub import describe
+
+    found = describe(entry)
+    version = int.from_bytes(hashlib.blake2b(found.version.encode(), digest_size=8).digest(), "little")
+    return SourceFile(found.path, entry, found.n_bytes, version, found.n_shards)
+
+
 def _files_of(entry: str) -> list[SourceFile]:
+    if entry.startswith(HUB):
+        raise DataError(
+            f"data.source: {entry!r} is a data set of the hub; accepted: hymo data build {entry} --out DIR, then DIR"
+        )
     if "://" in entry:
         raise DataError(f"data.source: {entry!r} is a URL, which is not read; download it and give the file or folder")
     path = Path(entry).expanduser()
     if not path.exists():
         raise DataError(f"data.source: {entry!r} does not exist; accepted: files or folders of text, .jsonl, .parquet")
     if path.is_dir():
-        found = [file for file in _walk(path) if _is_readable_kind(file.path)]
+        found = [file for file in _walk(path) if _is_readable_kind(Path(file.path))]
         if not found:
             raise DataError(f"data.source: the folder {entry!r} holds no text; accepted: text files, .jsonl, .parquet")
         return found
@@ -139,7 +165,7 @@ def _files_of(entry: str) -> list[SourceFile]:
 
 def _standard_library() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root) if file.path.suffix == ".py"]
+    files = [file for file in _walk(root) if Path(file.path).suffix == ".py"]
     if not files:
         raise DataError(f"data.source: this Python has no source files in {root}; name files or folders instead")
     return Source(tuple(files), "the standard library of this Python")

@@ -1,0 +1,138 @@
+"""What users give by mistake is one clear line, or is read as far as can be; memory does not grow with the source."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from hymo.cli import main
+from hymo.data import DataError, TokenSet, build
+
+
+def build_bytes(source: Path, out: Path, **options) -> int:
+    report = build([source], out, tokenizer="bytes", workers=0, **options)
+    return sum(TokenSet(report.folder / name).n_documents for name in ("train", "val"))
+
+
+@pytest.mark.parametrize("damage", ["half", "holes"])
+def test_a_damaged_parquet_file_is_named(tmp_path, damage):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": [f"row {i} " * 50 for i in range(3000)]}), path, row_group_size=300)
+    whole = path.read_bytes()
+    third = len(whole) // 3
+    path.write_bytes(whole[:third] if damage == "half" else whole[:third] + bytes(2000) + whole[third + 2000 :])
+    with pytest.raises(DataError, match=r"a\.parquet") as fault:
+        build_bytes(path, tmp_path / "out")
+    assert "\n" not in str(fault.value)
+
+
+def test_a_broken_line_then_the_same_command_with_skip_bad(tmp_path, capsys):
+    lines = [json.dumps({"text": f"line {i}"}) for i in range(30)]
+    lines[7], lines[20] = '{"text": "torn', '{"text": 5}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    command = ["data", "build", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main([*command, "--workers", "0"]) == 2
+    assert "a.jsonl:8: not valid JSON" in capsys.readouterr().err
+    assert main([*command, "--workers", "0", "--skip-bad"]) == 0
+    assert "2 broken lines passed over" in capsys.readouterr().out
+    assert sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val")) == 28
+
+
+def test_empty_documents_are_passed_over_and_nothing_but_them_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("", "one", "", "two")))
+    assert build_bytes(tmp_path / "a.jsonl", tmp_path / "out") == 2
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(DataError, match=r"b\.jsonl holds no text: every document is empty"):
+        build_bytes(tmp_path / "b.jsonl", tmp_path / "none")
+
+
+def test_mixed_encodings(tmp_path):
+    latin, utf8 = "grüße ".encode("latin-1") * 20, "grüße ".encode() * 20
+    (tmp_path / "mixed.txt").write_bytes(latin + utf8)
+    (tmp_path / "utf16.txt").write_bytes(("grüße " * 20).encode("utf-16"))
+    assert build_bytes(tmp_path, tmp_path / "out", val_fraction=0.0) == 2
+    one = TokenSet(tmp_path / "out/train")
+    assert {bytes(one.document(i)[:-1].tolist()) for i in range(2)} == {latin + utf8, utf8}
+    (tmp_path / "mixed.jsonl").write_bytes(b'{"text": "gr\xfc\xdfe"}\n')
+    with pytest.raises(DataError, match=r"mixed\.jsonl:1: not valid JSON \('utf-8' codec can't decode byte 0xfc"):
+        build_bytes(tmp_path / "mixed.jsonl", tmp_path / "none")
+
+
+def test_a_huge_line_is_cut_into_documents_with_every_byte_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("hymo.data.readers.MAX_DOCUMENT_BYTES", 1 << 16)
+    (tmp_path / "a.txt").write_text("word " * 60_000)
+    assert build_bytes(tmp_path / "a.txt", tmp_path / "out", val_fraction=0.0) == 5
+    assert TokenSet(tmp_path / "out/train").n_bytes == 300_000
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"some words {i} " * 9}) + "\n" for i in range(80)))
+    return tmp_path / "a.jsonl"
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path, text, small_flags, capsys):
+    build([text], tmp_path / "set", vocab_size=290, workers=0)
+    flags = [flag for flag in small_flags if "--data.source" not in flag]
+    here = ["--data.source", str(tmp_path / "set"), "--run-dir", str(tmp_path / "run")]
+    assert main(["train", *flags, *here, "--data.tokenizer", str(tmp_path / "set/tokenizer.json")]) == 2
+    found = capsys.readouterr().err
+    assert "model.vocab_size: found 260; accepted: at least 290, the size of data.tokenizer set" in found
+    assert main(["train", *flags, *here]) == 2
+    assert "data.tokenizer: found 'bytes'; accepted: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_data_set_that_was_built_again_is_refused_by_resume_and_said_by_eval(tmp_path, text, small_flags, capsys):
+    build([text], tmp_path / "set", tokenizer="bytes", workers=0)
+    flags = [flag for flag in small_flags if "--data.source" not in flag]
+    run = str(tmp_path / "run")
+    assert main(["train", *flags, "--data.source", str(tmp_path / "set"), "--run-dir", run]) == 0
+    assert main(["eval", run]) == 0
+    assert "data.source is not the text" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "set")
+    text.write_text(text.read_text().replace("words", "other words"))
+    build([text], tmp_path / "set", tokenizer="bytes", workers=0)
+    assert main(["train", "--run-dir", run, "--resume"]) == 2
+    assert "the run read other text (fingerprint " in capsys.readouterr().err
+    assert main(["eval", run]) == 0
+    assert "data.source is not the text that the run was trained on" in capsys.readouterr().out
+
+
+MEASURE = """
+    import resource, sys
+    import hymo.data.readers as readers
+    from hymo.data import build
+
+    readers.MAX_DOCUMENT_BYTES = 1 << 20
+    build([sys.argv[1]], sys.argv[2], vocab_size=400, workers=0, bpe_bytes=1 << 20)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is KiB on Linux alone")
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshr", k=draw.randint(2, 9))) for _ in range(500)]
+    lines = [" ".join(draw.choices(words, k=20)) + f" {i}\n" for i in range(8000)]  # 1 MB
+    peaks = []
+    for megabytes in (3, 18):
+        folder = tmp_path / f"{megabytes}"
+        folder.mkdir()
+        with open(folder / "a.jsonl", "w") as rows, open(folder / "b.txt", "w") as one:
+            for k in range(megabytes // 3):
+                rows.writelines(json.dumps({"text": f"{k} {line}"}) + "\n" for line in lines)
+                one.writelines(f"{k} {line}" for line in lines)
+        command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(folder), str(tmp_path / f"out-{megabytes}")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
+    assert peaks[1] < peaks[0] + 25, (
+        peaks
+    )  # MiB, for 15 MB more of text; reading it whole would take several times that
