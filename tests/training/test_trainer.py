@@ -446,6 +446,23 @@ def test_spike_guard(policy, small_config, tmp_path, monkeypatch):
     assert [row["skipped"] for row in table].count(True) == (policy != "off")
 
 
+def test_rewind_waits_for_the_save_in_flight(small_config, tmp_path, monkeypatch):
+    """All ranks go back to the same one. Switched off: this one has heard of none, others may have of another."""
+    real, calls = store._write_tensors, []
+
+    def slow_once(*args):
+        calls.append(args)
+        time.sleep(2.0 if len(calls) == 1 else 0.0)
+        return real(*args)
+
+    monkeypatch.setattr(store, "_write_tensors", slow_once)
+    monkeypatch.setattr(recovery, "SPIKE_WINDOW", 3)
+    monkeypatch.setattr(recovery.Progress, "__init__", _short_window)
+    config = changed(small_config, training={"spike_guard": "rewind"}, checkpoint={"asynchronous": True})
+    Trainer(config, loss=Spike(4), run_dir=tmp_path / "run").train()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 3, 4, 5, 6]
+
+
 def test_spikes_without_end_stop_the_run(small_config, tmp_path, monkeypatch):
     monkeypatch.setattr(recovery.Progress, "spike_limit", lambda self: 0.0)
     config = changed(small_config, training={"spike_guard": "skip", "consecutive_nan_limit": 2})

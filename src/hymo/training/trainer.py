@@ -397,6 +397,9 @@ class Trainer:
         if p.spikes_in_a_row >= t.consecutive_nan_limit:
             raise NotFiniteError(f"{p.spikes_in_a_row} loss spikes in a row ({result.reason}); {kept}")
         if result.spike:
+            if t.spike_guard == "rewind" and self.saver is not None:
+                self.saver.wait()  # or one rank would have heard of the save in flight, and another not
+                self._hear_saves()
             if t.spike_guard == "rewind" and self.last_checkpoint is not None:
                 recovery.rewind(self.last_checkpoint, self.model, self.optimizers, p)
                 self.log.line(f"back to {self.last_checkpoint}: update {p.step}; the data read since is left out")
