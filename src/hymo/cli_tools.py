@@ -8,7 +8,7 @@ from typing import Any
 
 EXIT_CODES = {
     0: "done, or stopped by a signal or max_hours with everything saved",
-    1: "a fault of the program, with a traceback; or a rank or its host died",
+    1: "a fault of the program, with a traceback; a rank or its host died; or the last state could not be saved",
     2: "something that was asked for is wrong, said in one line",
     3: "losses or gradients stayed non-finite",
     130: "interrupted before there was anything to save; 143 and 130 also after a second signal",

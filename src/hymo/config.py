@@ -262,7 +262,7 @@ class TrainingConfig(Section):
     """bitwise repeatable on GPUs, slower"""
     max_hours: float | None = Field(None, gt=0)
     """save and stop after this long; null = no limit"""
-    patience_s: float = Field(25.0, gt=0)
+    patience_s: float = Field(20.0, gt=0)
     """a rank that gives no sign of life for this long has died: the job ends, with stacks of all ranks"""
     timeout_s: float = Field(300.0, gt=0)
     """a collective that waits for longer ends the job, from the second attempt on (before it, 600 at least)"""

@@ -750,3 +750,43 @@ def test_a_prompt_of_odd_bytes_is_shown_as_far_as_it_can_be(finished, capsys):
     capsys.readouterr()
     out = hymo("generate", str(run_dir), "a\udcff", "--max-tokens", "2", capsys=capsys).out
     assert out.startswith("a?")
+
+
+def test_a_last_save_that_fails_is_the_exit_code(small_flags, tmp_path, monkeypatch, capsys):
+    """Switched off (0 in any case), a job queue would take a run for done whose end is lost."""
+    save = store.save
+
+    def fails_at_the_end(run_dir, step, *args, **kwargs):
+        if step == 6:
+            raise store.CheckpointError("step 6 could not be saved: No space left on device")
+        return save(run_dir, step, *args, **kwargs)
+
+    monkeypatch.setattr(store, "save", fails_at_the_end)
+    arguments = ["train", "tiny", *small_flags, "--run-dir", str(tmp_path / "run")]
+    assert main(arguments) == 1
+    assert "the last state could not be saved" in capsys.readouterr().out
+    monkeypatch.setattr(store, "save", save)
+    assert main([*arguments, "--resume"]) == 0  # the last two updates again
+    assert store.latest(tmp_path / "run").name == "step-6"
+
+
+def test_one_job_a_run_folder(small_flags, tmp_path, capsys):
+    """Two jobs in one folder removed each other's half-written checkpoints. A lock that is left by a kill is free."""
+    run_dir = tmp_path / "run"
+    arguments = ["train", "tiny", *small_flags, "--run-dir", str(run_dir)]
+    assert main(arguments) == 0
+    holds = "lock = filelock.FileLock(sys.argv[1]); lock.acquire()"
+    code = f"import sys, filelock; {holds}; print('held', flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        capsys.readouterr()
+        assert main([*arguments, "--resume"]) == 2
+        assert "another job is training in it" in capsys.readouterr().err
+        assert read_metrics(run_dir / "metrics.jsonl")  # nothing was touched
+    finally:
+        other.kill()
+        other.wait()
+    assert main([*arguments, "--resume"]) == 0

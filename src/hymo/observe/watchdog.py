@@ -53,7 +53,7 @@ class Watchdog:
         run_dir: Path | None,
         *,
         interval_s: float | None = None,
-        patience_s: float = 25.0,
+        patience_s: float = 20.0,
         stall_s: float = 600.0,
         end: Callable[[int], Any] = os._exit,
         store: Any = None,

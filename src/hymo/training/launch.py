@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
@@ -71,7 +74,7 @@ def train(
         raise HyMoError(f"--profile: found {profile}; accepted: updates up to {config.scheduler.total_steps}")
     with StopRequest(config.training.max_hours) as stop:
         try:
-            folder = start_and_train(
+            folder, saved = start_and_train(
                 config, path.stem, folder, stop, resume=resume, goes_on=goes_on, changed=freely_changed, profile=steps
             )  # fmt: skip
         except Stopped as stopped:
@@ -83,8 +86,10 @@ def train(
             return say_stopped(stop.heard)
     if reduce.is_main():
         print(f"run: {folder}")
+        if not saved:
+            print("the last state could not be saved: --resume makes what came after the last checkpoint again")
     mesh.shutdown()
-    return 0
+    return 0 if saved else 1
 
 
 def say_stopped(why: str) -> int:
@@ -104,8 +109,11 @@ def start_and_train(
     goes_on: bool,
     changed: Mapping[str, tuple[Any, Any]],
     profile: tuple[int, int] | None,
-) -> Path:
-    """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample."""
+) -> tuple[Path, bool]:
+    """Make or find the run's folder, build the trainer, take up a checkpoint, train, and show a sample.
+
+    Returns the folder, and whether the last state is in a checkpoint.
+    """
     mesh.init_distributed(config.training.device, max(mesh.FIRST_TIMEOUT_S, config.training.timeout_s))
     fresh = folder is None
     folder = Path(reduce.broadcast_object(str(folder or (reserve_run_dir(name) if reduce.is_main() else ""))))
@@ -119,23 +127,50 @@ def start_and_train(
             raise
         watchdog.tick()
         make_run_dir(folder)
-        print_header(trainer, config, folder)
-        store.prove_shared(folder)
-        newest = newest_checkpoint(folder, trainer) if goes_on else None
-        for key, (old, new) in changed.items():
-            trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
-        if newest is not None:
-            trainer.resume(newest)
-        elif config.training.init_from is not None:
-            trainer.init_from(config.training.init_from)
-        keep_tokenizer(folder, config)
-        if trainer.step >= trainer.total_steps:
-            made = f"this run has made all of its {trainer.total_steps} updates"
-            trainer.log.line(f"{made}; hymo branch makes a longer one")
-        result = trainer.train(stop, watchdog)
-        if result.stopped is None:
-            print_sample(trainer, config, folder)
-    return folder
+        with only_job(folder):
+            print_header(trainer, config, folder)
+            store.prove_shared(folder)
+            newest = newest_checkpoint(folder, trainer) if goes_on else None
+            for key, (old, new) in changed.items():
+                trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
+            if newest is not None:
+                trainer.resume(newest)
+            elif config.training.init_from is not None:
+                trainer.init_from(config.training.init_from)
+            keep_tokenizer(folder, config)
+            if trainer.step >= trainer.total_steps:
+                made = f"this run has made all of its {trainer.total_steps} updates"
+                trainer.log.line(f"{made}; hymo branch makes a longer one")
+            result = trainer.train(stop, watchdog)
+            if result.stopped is None:
+                print_sample(trainer, config, folder)
+    return folder, trainer.last_state_saved
+
+
+@contextmanager
+def only_job(folder: Path) -> Iterator[None]:
+    """Keep other jobs out of a run's folder, where they would remove each other's checkpoints.
+
+    Raises HyMoError on all ranks where one is in it.
+
+    The lock is the operating system's: it goes with its process, also after a kill. A file system without locks has
+    none.
+    """
+    lock, problem = FileLock(folder / ".lock", timeout=0), None
+    if reduce.is_main():
+        try:
+            lock.acquire()
+        except Timeout:
+            problem = f"{folder}: another job is training in it; accepted: one job a run folder (--run-dir OTHER)"
+        except (OSError, NotImplementedError):
+            pass
+    problem = reduce.broadcast_object(problem)
+    if problem is not None:
+        raise HyMoError(problem)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def branch(

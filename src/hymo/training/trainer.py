@@ -323,6 +323,11 @@ class Trainer:
         else:
             self.log.warn("no time left to save before the stop; the last checkpoint stands")
 
+    @property
+    def last_state_saved(self) -> bool:
+        """Whether a checkpoint holds the present state; also where nothing is to be saved, or nothing has been done."""
+        return self.saver is None or self.progress.attempt == 0 or self._saved_moment == self.progress.moment
+
     def _hear_saves(self) -> None:
         for outcome in self.saver.outcomes() if self.saver is not None else ():
             if isinstance(outcome, Path):
