@@ -131,7 +131,7 @@ def test_a_damaged_tensor_pickle_cannot_execute(tmp_path):
         place.length = (path / "__0_0.distcp").stat().st_size
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     resign(path)
-    with pytest.raises(CheckpointError, match=r"could not be read.*Weights only load failed"):
+    with pytest.raises(CheckpointError, match=r"could not be read.*(Weights only load failed|posix.system)"):
         load(path, {"a": torch.zeros(2)})
     assert not victim.exists()
 

@@ -525,9 +525,9 @@ def test_recomputation_under_sharding_gives_the_same_gradients(pool, checkpointi
 
 
 def test_compiled_blocks_under_sharding_are_a_few_whole_graphs(pool):
-    """Hooks stay outside: no graph break, one graph a block type (and one more for the first block's input)."""
+    """Hooks stay outside: no graph break; one graph a block type, for the first block's input, MTP's join, a norm."""
     for loss, gradient, graphs, broken in pool(2, prepared, "none", True, {}, timeout=150):
         assert loss < 1e-6
         assert gradient < 1e-6
         assert broken == 0
-        assert graphs <= 4
+        assert graphs <= 6

@@ -30,7 +30,7 @@ CASES = {
     "forward leaf": (triton_forward.forward_kernel, True, {"LEAF": True, **FORWARD}, (32, 256)),
     "forward dyadic": (triton_forward.forward_kernel, False, {"LEAF": False, **FORWARD}, (256, 512)),
     "backward leaf": (triton_backward.backward_kernel, True, {"LEAF": True, **BACKWARD}, (320, 512)),
-    "backward dyadic": (triton_backward.backward_kernel, False, {"LEAF": False, **BACKWARD}, (512, 1280)),
+    "backward dyadic": (triton_backward.backward_kernel, False, {"LEAF": False, **BACKWARD}, (1024, 1536)),
 }
 RUNS = [(case, 90, docs) for case in CASES for docs in (False, True)] + [
     ("segment", 80, False),
