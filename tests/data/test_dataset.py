@@ -85,8 +85,7 @@ def test_refusals_write_over_nothing(tmp_path):
         build([source], tmp_path / "new", encoder="x")
     with pytest.raises(DataError, match="--encoder: found tiktoken"):
         build([source], tmp_path / "new", tokenizer="bytes", encoder="tiktoken")
-    with pytest.raises(DataError, match=r"holds an unfinished build \(encoder was 'tiktoken', now 'auto'\); remove it"):
-        build([source], tmp_path / "new", tokenizer="bytes")
+    build([source], tmp_path / "new", tokenizer="bytes")  # the refused try has left nothing
 
 
 def test_broken_lines_stop_or_are_counted(tmp_path, capsys):
@@ -149,7 +148,7 @@ def test_kill_9_then_the_same_command_goes_on(tmp_path, small_units, workers):
     assert finished
     unit = min(path.stem for path in finished)  # any unit may end first
     untouched = {path: path.stat().st_mtime_ns for path in part.glob(f"train/part-{unit}.*")}
-    with pytest.raises(DataError, match="holds an unfinished build"):
+    with pytest.raises(DataError, match=r"holds an unfinished build \(vocab_size was 400, now 500\); remove it"):
         build([source], tmp_path / "out", vocab_size=500, workers=0)
     progress: list[tuple[str, int, int]] = []
     build([source], tmp_path / "out", vocab_size=400, workers=0, progress=lambda *call: progress.append(call))
@@ -215,3 +214,13 @@ def test_inspect_prints_no_control_characters(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"other")
     build([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", tokenizer="bytes", workers=0)
     assert not any(c in line for line in inspect(tmp_path / "out") for c in "\x1b\x07")
+
+
+def test_a_build_that_was_refused_before_anything_was_done_leaves_nothing(tmp_path):
+    """Its folder kept the wrong settings, and the corrected command was refused for them."""
+    (tmp_path / "text.txt").write_text("some text. " * 500)
+    with pytest.raises(DataError, match="--vocab-size: found 10"):
+        build([str(tmp_path / "text.txt")], tmp_path / "out", vocab_size=10, workers=1)
+    assert not (tmp_path / "out.part").exists()
+    build([str(tmp_path / "text.txt")], tmp_path / "out", vocab_size=300, workers=1)
+    assert (tmp_path / "out").is_dir()

@@ -83,6 +83,7 @@ def export(path: str | Path, out: str | Path, *, dtype: str = "float32", most_a_
             file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             tensors = {PREFIX + name: t.to(dtypes[name]).contiguous() for name, t in weights.read(names).items()}
             save_file(tensors, str(partial / file), metadata={"format": "pt"})
+            (partial / file).chmod(partial.stat().st_mode & 0o666)  # the library makes it readable to its owner alone
             placed |= dict.fromkeys(tensors, file)
             size += (partial / file).stat().st_size
             del tensors

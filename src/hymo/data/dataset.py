@@ -108,7 +108,13 @@ def build(
         try:
             with FileLock(work / ".lock", timeout=0):
                 _agree_with_plan(work / PLAN, settings | {"source": source.fingerprint()})
-                report = _build_in(work, source, settings, workers, progress)
+                try:
+                    report = _build_in(work, source, settings, workers, progress)
+                except DataError:
+                    done = any((work / "journal").glob("*/*.json")) or (work / TOKENIZER).exists()
+                    if not done:  # nothing to go on from: the next try may have other settings
+                        shutil.rmtree(work, ignore_errors=True)
+                    raise
         except Timeout:
             raise DataError(f"--out: another process is building {target} now") from None
         for name in (PLAN, ".lock", "journal"):

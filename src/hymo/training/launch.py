@@ -79,10 +79,11 @@ def train(
             )  # fmt: skip
         except Stopped as stopped:
             return say_stopped(str(stopped))
-        except RuntimeError:
-            if stop.heard is None or reduce.world_size() == 1:
+        except RuntimeError as error:
+            # Another rank has stopped already, and with it the collective that this one waited in; or the signal came
+            # while a library made a class, and Python 3.11 wraps what is raised there.
+            if stop.heard is None or (reduce.world_size() == 1 and not isinstance(error.__cause__, Stopped)):
                 raise
-            # Another rank has stopped already, and with it the collective that this one waited in.
             return say_stopped(stop.heard)
     if reduce.is_main():
         print(f"run: {folder}")
