@@ -136,3 +136,10 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
     assert peaks[1] < peaks[0] + 25, (
         peaks
     )  # MiB, for 15 MB more of text; reading it whole would take several times that
+
+
+def test_jsonl_in_utf16_is_called_that(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"line {i}"}) for i in range(5)), encoding="utf-16")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not UTF-8, it looks like UTF-16; accepted: .*in UTF-8"):
+        build_bytes(path, tmp_path / "out")

@@ -790,3 +790,18 @@ def test_one_job_a_run_folder(small_flags, tmp_path, capsys):
         other.kill()
         other.wait()
     assert main([*arguments, "--resume"]) == 0
+
+
+def test_a_vocabulary_that_does_not_fit_is_said_before_any_text_is_encoded(small_config, tmp_path, monkeypatch):
+    """Encoding a large source takes hours."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words to learn from, and some more words. " * 200)
+    assert main(["data", "build", str(text), "--out", str(tmp_path / "set"), "--vocab-size", "280"]) == 0
+    config = changed(
+        small_config,
+        data={"tokenizer": str(tmp_path / "set" / "tokenizer.json"), "source": [str(text)]},
+        model={"vocab_size": 270},
+    )
+    monkeypatch.setattr("hymo.training.checks.prepare", lambda *args: pytest.fail("text was read"))
+    with pytest.raises(HyMoError, match=r"model\.vocab_size: found 270; accepted: at least 280"):
+        Trainer(config)

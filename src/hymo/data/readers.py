@@ -163,6 +163,8 @@ def _text_of_line(line: bytes) -> bytes | str:
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
+        if b"\0" in line:
+            return f"not UTF-8, it looks like UTF-16; {accepted}, in UTF-8"
         return f"not valid JSON ({error}); {accepted}"
     if not isinstance(row, dict) or TEXT_FIELD not in row:
         found = f"an object with {sorted(row)[:8]}" if isinstance(row, dict) else type(row).__name__

@@ -6,6 +6,7 @@ from hymo.config import HyMoConfig
 from hymo.data.batch import left_over_tokens
 from hymo.data.loader import Deal
 from hymo.data.prepare import TokenData, prepare
+from hymo.data.tokenize import Tokenizer, open_tokenizer
 from hymo.distributed import reduce
 from hymo.errors import HyMoError
 from hymo.observe.log import Log
@@ -29,6 +30,8 @@ def prepare_data(config: HyMoConfig, log: Log) -> TokenData:
 
     data, problem = None, None
     try:
+        if config.data.tokenizer != "bytes":  # before any text is encoded, which may take hours
+            check_vocabulary(config, open_tokenizer(config.data.tokenizer))
         data = prepare(config.data, progress)
     except (HyMoError, OSError) as error:
         problem = error
@@ -39,14 +42,17 @@ def prepare_data(config: HyMoConfig, log: Log) -> TokenData:
     return data
 
 
+def check_vocabulary(config: HyMoConfig, tokenizer: Tokenizer) -> None:
+    """The model has a row for every id."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        accepted = f"at least {tokenizer.vocab_size}, the size of data.tokenizer {tokenizer.name}"
+        raise HyMoError(f"model.vocab_size: found {config.model.vocab_size}; accepted: {accepted}")
+
+
 def check_data(config: HyMoConfig, data: TokenData, log: Log) -> None:
     """The vocabulary fits; what is read, held out and left over is said."""
     m, t, train = config.model, config.training, data.train
-    if data.tokenizer.vocab_size > m.vocab_size:
-        raise HyMoError(
-            f"model.vocab_size: found {m.vocab_size}; accepted: at least {data.tokenizer.vocab_size}, the size of "
-            f"data.tokenizer {data.tokenizer.name}"
-        )
+    check_vocabulary(config, data.tokenizer)
     left = left_over_tokens(train, t.seq_len, m.mtp_depth)
     held_out = ", ".join(f"{count(s.n_tokens)} tokens of {name}" for name, s in data.val.items())
     log.line(
