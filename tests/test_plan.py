@@ -13,13 +13,21 @@ from hymo.observe.devices import find_device
 from hymo.plan import flops_per_token, parameter_counts, part_flops
 from hymo.planning.show import RankPlan
 
+DENSE = ["--model.n_routed=0", "--model.top_k=0", "--model.n_shared=3"]
+FLAGS = [[], ["--model.tie_embeddings=true"], ["--model.qk_norm=true", "--model.n_shared=0"], DENSE]
 
-@pytest.mark.parametrize("flags", [[], ["--model.tie_embeddings=true"], ["--model.qk_norm=true", "--model.n_shared=0"]])
+
+@pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", ["tiny", "hymo_750m"])
 def test_parameters_are_those_of_the_model(name, flags):
     config = load_config(name, flags)
     model = build_hymo(config, device="meta")
     assert parameter_counts(config.model).total == sum(p.numel() for p in model.parameters())
+
+
+def test_dense_layers_have_the_active_parameters_of_the_experts():
+    sparse, dense = (parameter_counts(load_config("hymo_750m", flags).model) for flags in ([], DENSE))
+    assert dense.active == dense.total == sparse.active - 8 * 16 * 896  # all but the routers
 
 
 def test_flops_of_the_production_model():

@@ -94,11 +94,11 @@ class ModelConfig(Section):
     qk_norm: bool = False
     """RMSNorm on each query and key head"""
 
-    n_routed: int = Field(16, ge=1)
-    """routed experts of a mixture-of-experts layer"""
+    n_routed: int = Field(16, ge=0)
+    """routed experts of a mixture-of-experts layer; 0 (with top_k 0) = dense layers of n_shared x d_ff"""
     n_shared: int = Field(1, ge=0)
     """experts that every token passes"""
-    top_k: int = Field(2, ge=1)
+    top_k: int = Field(2, ge=0)
     """routed experts a token goes to"""
     d_ff: int = Field(2304, ge=1)
     """inner size of an expert (SwiGLU) and of the dense layer in an MTP block"""
@@ -382,6 +382,11 @@ def faults_across(config: HyMoConfig) -> list[str]:
     fault(m.top_k > m.n_routed, f"model.top_k: found {m.top_k}; accepted: at most model.n_routed = {m.n_routed}")
     fault(m.qk_rope_dim % 2 == 1, f"model.qk_rope_dim: found {m.qk_rope_dim}; accepted: an even number")
     fault(
+    fault(m.top_k == 0 < m.n_routed, f"model.top_k: found 0; accepted: from 1 to model.n_routed = {m.n_routed}")
+    fault(
+        m.n_routed == m.n_shared == 0,
+        "model.n_shared: found 0; accepted: at least 1 without routed experts (model.n_routed 0)",
+    )
         len(m.mtp_weights) != m.mtp_depth,
         f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: one weight for each of "
         f"model.mtp_depth = {m.mtp_depth}",

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from hymo.models.layers import document_layout, rotary_angles, rotate
 from hymo.models.mla import LatentAttention, MLABlock
+from hymo.models.model import build_hymo
 from hymo.models.moe import DeepSeekMoE
 
 
@@ -98,3 +99,16 @@ def test_a_block_is_attention_then_experts_or_a_dense_layer(small_config):
     assert stats.moe is None
     assert stats.logit_max_H is None
     assert x.shape == (1, 5, config.dim)
+
+
+def test_without_routed_experts_a_block_is_dense_and_computes_what_its_shared_experts_would(small_config):
+    """d_ff x n_shared wide: the inner units of the shared experts side by side, for every token."""
+    config = small_config(n_routed=0, top_k=0, n_shared=3)
+    x = torch.randn(2, 7, config.dim, generator=torch.Generator().manual_seed(2))
+    experts = build_hymo(small_config(n_shared=3), seed=4).expert_layers()[0]
+    dense = build_hymo(config, seed=4).layers[1].ffn
+    with torch.no_grad():
+        gates, ups = experts.shared_in.unflatten(1, (2, config.d_ff)).unbind(1)
+        dense.w_in.weight.copy_(torch.cat((gates.flatten(0, 1), ups.flatten(0, 1))))
+        dense.w_out.weight.copy_(torch.cat(list(experts.shared_out), dim=1))
+        torch.testing.assert_close(dense(x), experts._shared(x.flatten(0, 1)).view_as(x), rtol=1e-5, atol=1e-6)

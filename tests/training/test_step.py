@@ -250,3 +250,17 @@ def test_router_entropy_is_of_the_real_tokens():
     whole, parts = (attempt(*make(), b).metrics["router_entropy"] for b in ([four], uneven))
     assert parts == pytest.approx(whole, rel=1e-6)
     assert 0.5 * math.log(4) < whole <= math.log(4)
+
+
+def test_a_step_without_experts_moves_every_parameter():
+    """Dense layers: no counts, no router's figures, and the step is one like any other."""
+    model, optimizers = make(config=SMALL.model_copy(update={"n_routed": 0, "top_k": 0}))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = PretrainingLoss((0.3, 0.1), 0.0)
+    micro = [batch(2), batch(2, seed=1)]
+    result = attempt_update(
+        model, optimizers, micro, loss, factor=1.0, grad_clip=1.0, update_gate_biases=model.update_gate_biases
+    )
+    assert result.is_update
+    assert "router_entropy" not in result.metrics
+    assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]

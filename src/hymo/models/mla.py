@@ -153,7 +153,10 @@ class LatentAttention(nn.Module):
 
 
 class MLABlock(CompilableBlock):
-    """Norm, latent attention, residual; norm, feed-forward (experts, or ``dense`` SwiGLU), residual.
+    """Norm, latent attention, residual; norm, feed-forward, residual.
+
+    The feed-forward layer is a mixture of experts; a SwiGLU of n_shared x d_ff without routed experts; a SwiGLU of d_ff
+    with ``dense`` (the blocks of MTP).
 
     ``use_compile``: see ``CompilableBlock``.
     """
@@ -163,7 +166,11 @@ class MLABlock(CompilableBlock):
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = LatentAttention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn: DeepSeekMoE | SwiGLU = SwiGLU(config.dim, config.d_ff) if dense else DeepSeekMoE(config)
+        self.ffn: DeepSeekMoE | SwiGLU
+        if config.n_routed and not dense:
+            self.ffn = DeepSeekMoE(config)
+        else:
+            self.ffn = SwiGLU(config.dim, config.d_ff * (1 if dense else config.n_shared))
 
     def forward(self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None = None) -> tuple[Tensor, BlockStats]:
         """[B, T, dim] -> [B, T, dim] and the block's statistics."""

@@ -186,7 +186,8 @@ class HyMo(nn.Module):
                 x_BTC = layer(x_BTC, layout)
                 continue
             x_BTC, stats = layer(x_BTC, layout, real_B)
-            moe_stats.append(stats.moe)
+            if stats.moe is not None:
+                moe_stats.append(stats.moe)
             if stats.logit_max_H is not None:
                 logit_max.append(stats.logit_max_H)
         ahead, ahead_max = self.mtp(x_BTC, embedded_BLC, doc_ids_BL, layout, real_B, depth)
@@ -196,7 +197,7 @@ class HyMo(nn.Module):
     def _stack(self, moe_stats: list, logit_max: list[Tensor]) -> tuple:
         device = self.head.weight.device
         counts = torch.zeros(0, self.config.n_routed, dtype=torch.int64, device=device)
-        dropped, entropy = counts[:, 0], torch.zeros(0, device=device)
+        dropped, entropy = counts.new_zeros(0), torch.zeros(0, device=device)
         if moe_stats:
             counts, dropped, entropy = (torch.stack(parts) for parts in zip(*moe_stats, strict=True))
         return counts, dropped, entropy, torch.stack(logit_max) if logit_max else None

@@ -131,9 +131,14 @@ def moe_terms(m: ModelConfig, s: Setting) -> Terms:
     }
 
 
-def dense_terms(m: ModelConfig, s: Setting) -> Terms:
-    """The feed-forward layer of an MTP block."""
-    kept = {"none": 3, "selective": 2, "block": 0}[s.checkpointing] * m.d_ff
+def feed_forward_terms(m: ModelConfig, s: Setting) -> Terms:
+    """The feed-forward layer of a block of the trunk: experts, or dense without routed ones."""
+    return moe_terms(m, s) if m.n_routed else dense_terms(m, s, m.n_shared * m.d_ff)
+
+
+def dense_terms(m: ModelConfig, s: Setting, width: int | None = None) -> Terms:
+    """A dense feed-forward layer of this inner width; None: that of an MTP block."""
+    kept = {"none": 3, "selective": 2, "block": 0}[s.checkpointing] * (m.d_ff if width is None else width)
     kept += m.dim if s.checkpointing == "selective" and not s.compiled else 0
     return {"feed-forward": float(s.width * kept)}
 
@@ -173,7 +178,7 @@ def activations_of(m: ModelConfig, s: Setting) -> Activations:
     layers = {
         "GDN blocks": (m.n_layers - n_mla, gdn_terms(m, s)),
         "MLA": (n_mla, attention_terms(m, s)),
-        "MoE": (n_mla, moe_terms(m, s)),
+        "MoE" if m.n_routed else "dense": (n_mla, feed_forward_terms(m, s)),
         "MTP": (m.mtp_depth, attention_terms(m, s) | dense_terms(m, s) | mtp_terms(m, s)),
         "head": (1, head_terms(m, s)),
     }

@@ -21,9 +21,9 @@ from hymo.planning.activations import (
     Setting,
     activations_of,
     attention_terms,
+    feed_forward_terms,
     gdn_terms,
     head_workspace,
-    moe_terms,
     setting_of,
 )
 from hymo.planning.shards import Shards, padded_part, shards_of
@@ -161,7 +161,8 @@ class _Weights:
         return float(self.setting.width * (self.heaviest + neighbour))
 
     def heaviest_activations(self, activations: Activations, tokens: int) -> float:
-        names = ("MLA", "MoE") if "MoE" in activations.layers else ("GDN blocks",)
+        layers = activations.layers
+        names = [name for name in layers if name in ("MLA", "MoE", "dense")] or list(layers)[:1]
         return sum(activations.of_layer(name) for name in names) * tokens
 
 
@@ -171,10 +172,9 @@ def _block_in_backward(config: HyMoConfig, setting: Setting) -> tuple[float, flo
     kinds = [(gdn_terms(m, whole), gdn_terms(m, setting))]
     passing = setting.width * 2 * m.gdn_heads * (m.gdn_head_dim + m.gdn_state_dim)
     if m.n_layers >= m.mla_every:
-        kinds.append(
-            (attention_terms(m, whole) | moe_terms(m, whole), attention_terms(m, setting) | moe_terms(m, setting))
-        )
-        passing = max(passing, setting.width * m.top_k * 2 * m.d_ff)
+        full, kept = (attention_terms(m, s) | feed_forward_terms(m, s) for s in (whole, setting))
+        kinds.append((full, kept))
+        passing = max(passing, setting.width * (m.top_k or m.n_shared) * 2 * m.d_ff)
     again = max(sum(full.values()) - sum(kept.values()) for full, kept in kinds)
     return again, float(passing)
 

@@ -147,7 +147,7 @@ def _small(config: HyMoConfig, s: Shards) -> list[Term]:
         return []
     ring = 2 * (s.ranks - 1) / s.ranks
     m = config.model
-    terms, layers = 1 + m.mtp_depth, m.n_layers // m.mla_every
+    terms, layers = 1 + m.mtp_depth, m.n_layers // m.mla_every if m.n_routed else 0
     figures = FP64 * (1 + terms + 2 * layers + layers * m.n_routed)
     verdict = FP64 * (2 + 2 * s.ranks)
     small = ring * (FP64 * terms + figures + verdict)

@@ -169,7 +169,7 @@ def _sum_over_ranks(g: Gradients) -> tuple[dict[str, Any], Tensor, list[list[int
     numbers = _split(packed.tolist(), [piece.numel() for piece in pieces])
     (total,), (main, *further), dropped, entropy, flat = numbers
     n = g.counts_NE.shape[1]
-    loads = [[int(count) for count in flat[i : i + n]] for i in range(0, len(flat), n)]
+    loads = [[int(count) for count in flat[i : i + n]] for i in range(0, len(flat), max(n, 1))]
     metrics = {"main_loss": main, "total_loss": total} | {f"mtp_{k}": value for k, value in enumerate(further, 1)}
     if loads:
         metrics |= _router_metrics(sum(dropped), sum(entropy), loads)
