@@ -14,6 +14,8 @@ a key of the configuration (--training.reshard layer) goes to it. The JSON is wr
     --reduce-each-micro-batch on|off    gradients reduced after each micro-batch or once a step (with reshard: layer;
                                         reshard: step, which auto takes where it fits, reduces once in any case)
     --save / --resume CKPT              a checkpoint at the end, which any number of GPUs goes on from
+    --one-document                      rows without document boundaries, so that attention sees the whole context
+    --table JSON ... --picture PNG      the losses of runs over each other, drawn by matplotlib (extra `report`)
 """
 
 import argparse
@@ -25,20 +27,24 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hymo.cli import split_overrides
 from hymo.config_io import load_config
 from hymo.data.dataset import TOKENIZER, build
+from hymo.data.prepare import TokenData
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
 from hymo.observe.collectives import communication_time, counted
+from hymo.observe.log import Log
 from hymo.observe.units import size
 from hymo.planning.measure import MemoryProbe
 from hymo.planning.memory import memory_of
 from hymo.planning.traffic import traffic_of
+from hymo.training.checks import prepare_data
 from hymo.training.trainer import Trainer
 
 COUNTED = 2  # the step (from 0) whose bytes are counted: the first ones set things up
@@ -63,7 +69,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--resume", type=Path, metavar="CKPT")
+    parser.add_argument("--one-document", action="store_true")
     parser.add_argument("--table", nargs="+", type=Path, metavar="JSON")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="with --table")
     return parser.parse_args(plain), overrides
 
 
@@ -91,6 +99,18 @@ def name_of(args: argparse.Namespace) -> str:
     return "-".join(part for part in parts if part)
 
 
+def one_document(data: TokenData) -> TokenData:
+    """The same tokens, read as if all of them were one document."""
+    inner = data.train.read
+
+    def read(start: int, stop: int):
+        tokens, documents = inner(start, stop)
+        return tokens, np.zeros_like(documents)
+
+    data.train.read = read  # type: ignore[method-assign]
+    return data
+
+
 class Run:
     """One measured run; ``report`` is what the JSON holds."""
 
@@ -99,7 +119,9 @@ class Run:
         self.config = load_config(args.config, flags)
         name = name_of(args)
         self.path = args.out / f"{name}.json"
-        self.trainer = Trainer(self.config, run_dir=args.out / name if args.save or args.resume else None)
+        data = one_document(prepare_data(self.config, Log())) if args.one_document else None
+        run_dir = args.out / name if args.save or args.resume else None
+        self.trainer = Trainer(self.config, data=data, run_dir=run_dir)
         if args.resume:
             self.trainer.resume(args.resume)
         self.device, self.ranks = self.trainer.device, reduce.world_size()
@@ -108,6 +130,7 @@ class Run:
         self.reshard = "layer" if sharding is None else sharding.reshard
         self.report: dict = {
             "finished": False, "gpus": self.ranks, "config": args.config, "options": flags, "reshard": self.reshard,
+            "one_document": args.one_document,
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "torch": torch.__version__, "tokens_per_step": self.config.tokens_per_step,
             "ready_s": time.perf_counter() - began, "plan": self.plan(), "steps": [],
@@ -275,6 +298,15 @@ def table(paths: list[Path]) -> None:
         )
 
 
+def picture(paths: list[Path], target: Path) -> None:
+    """The losses of the runs over each other, and below them the difference of each to the first."""
+    from curves import draw
+
+    losses = {path.stem: [row["loss"] for row in json.loads(path.read_text())["steps"]] for path in paths}
+    apart = draw(losses, target)
+    print(f"largest difference to {paths[0].stem}: {apart:.4f}; picture: {target}")
+
+
 def without_gpus(argv: list[str]) -> list[str]:
     """The command line for torchrun's processes."""
     kept = [word for word in argv if not word.startswith("--gpus=")]
@@ -287,7 +319,8 @@ def without_gpus(argv: list[str]) -> list[str]:
 def main() -> None:
     args, overrides = parse()
     if args.table:
-        return table(args.table)
+        table(args.table)
+        return picture(args.table, args.picture) if args.picture else None
     if args.prepare:
         build(args.source, args.prepare, tokenizer=args.tokenizer or "bpe", vocab_size=args.vocab_size)
         return print(args.prepare)
