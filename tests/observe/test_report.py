@@ -422,7 +422,10 @@ def served(tmp_path):
     """A run that is watched by a process of its own: (its folder, the address, the process)."""
     run = make_run(tmp_path / "a", [row(1)])
     command = [sys.executable, "-m", "hymo", "report", str(run), "--watch"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the suite runs behind a `&`
+    )  # fmt: skip
     try:
         yield run, process.stdout.readline().split()[0], process
     finally:

@@ -1,6 +1,7 @@
 """Stop and resume: at each of 20 updates, by any number of loader threads, three times in one run, on 2, 3 and 1 ranks.
 
-The tiny model whole, at its full rate. One run that is never stopped saves each update; everything is held against it.
+The tiny model whole, at its full rate, on short windows of a text that ends after 14 updates and begins again. One run
+that is never stopped saves each update; everything is held against it.
 """
 
 import json
@@ -22,8 +23,9 @@ from hymo.training.stop import StopRequest
 from hymo.training.trainer import Trainer
 
 STEPS = 20
+TEXT = ",".join(str(Path(json.__file__).parent / name) for name in ("decoder.py", "encoder.py", "scanner.py"))
 FLAGS = [
-    f"--data.source={Path(json.__file__).parent}", "--training.device=cpu", "--training.eval_every=0",
+    f"--data.source=[{TEXT}]", "--training.device=cpu", "--training.eval_every=0", "--training.seq_len=64",
     "--training.fsdp_mixed_precision=float32", "--checkpoint.keep=99",
 ]  # fmt: skip
 
