@@ -1,6 +1,7 @@
-"""What all tests share: a small model on real text, a cache of their own."""
+"""What all tests share: the cores of this machine, a small model on real text, a cache of their own."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,26 @@ SMALL_FLAGS = [
     "--training.eval_every=3", "--training.eval_tokens=256", "--checkpoint.every=2", "--logging.every=1",
     "--logging.sample_tokens=8",
 ]  # fmt: skip
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models of the tests are too small for more: cores go to processes
+LONGEST = ("training", "checkpoint", "distributed")  # folders
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest` alone runs the suite in as many processes as there are cores (up to 4), a file in one of them.
+
+    What is named on the command line runs in this process, unless `-n` says otherwise.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and "PYTEST_XDIST_WORKER" not in os.environ
+    option = config.option
+    if whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
+        option.numprocesses, option.dist, option.loadscopereorder = min(os.cpu_count() or 1, 4), "loadfile", False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders of the longest files first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: not set(LONGEST) & set(item.path.parts))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hymo.data import (
@@ -104,6 +104,7 @@ def test_each_epoch_uses_every_window_once(stream):
     assert seen[:n] != seen[n : 2 * n]  # and in another order
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.integers(0, 100))
 def test_dealing(samples, world_size, micro_batch_size, position):
     deal = Deal(samples, world_size, micro_batch_size)

@@ -2,12 +2,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hymo.data import ByteTokenizer, DataError, FileTokenizer, open_tokenizer
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_bytes_round_trip(data: bytes):
     tokenizer = ByteTokenizer()

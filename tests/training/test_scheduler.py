@@ -5,7 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hymo.training.scheduler import (
@@ -54,6 +54,7 @@ def test_a_fraction_means_the_decimal_that_was_written():
     assert resolve_phases(10, "0.1", None, "0.7") == (1, 2, 7)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**7), st.integers(0, 1000), st.integers(0, 1000))
 def test_phases_always_add_up(N, warm, dec):
     if warm + dec > 1000:
@@ -112,6 +113,7 @@ def test_production_values():
     assert s.get_factor(57_220) == 0.05
 
 
+@settings(deadline=None)
 @given(phases(), st.sampled_from(DECAY_KINDS), st.floats(0, 1))
 def test_the_ends_are_exact_and_the_shape_is_one_hill(p, kind, low):
     s = schedule(p.total, p.W, p.D, low, kind)
@@ -173,6 +175,7 @@ def test_a_changed_schedule_is_refused_with_old_and_new():
         schedule(100, 10, 20, decay="sqrt").load_state_dict(saved)
 
 
+@settings(deadline=None)
 @given(phases(), st.integers(0, 5000), st.sampled_from(DECAY_KINDS))
 def test_an_extension_repeats_every_factor_before_the_old_decay(p, more, kind):
     total = p.total + more
@@ -195,6 +198,7 @@ def test_extension_of_the_production_run():
         extend_phases(resolve_phases(57_220), 40_000)
 
 
+@settings(deadline=None)
 @given(phases(decay_from=1), st.data())
 def test_a_branch_decays_from_the_peak_to_the_minimum_in_exactly_its_steps(p, data):
     at = data.draw(st.integers(p.W, p.decay_start))
