@@ -122,7 +122,7 @@ def build_parser() -> Parser:
     data = verbs.add_parser("data", help="build or look at a tokenized data set")
     kinds = data.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
     build = kinds.add_parser(
-        "build", help="tokenizer and token shards from text, JSONL (.gz, .zst), Parquet or the hub"
+        "build", help="tokenizer and token shards from text, JSONL, JSON (.gz, .zst), Parquet or the hub"
     )
     build.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="files, folders, hf://NAME[@REVISION][:CONFIG][#SPLIT]"
@@ -134,7 +134,8 @@ def build_parser() -> Parser:
     build.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="of a trained one (default: 32768)")
     build.add_argument("--val-fraction", type=float, default=0.02, metavar="X", help="held out (default: 0.02)")
     build.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    build.add_argument("--skip-bad", action="store_true", help="pass over broken lines and say how many")
+    build.add_argument("--text-column", default="text", metavar="NAME", help="where records have it (default: text)")
+    build.add_argument("--skip-bad", action="store_true", help="pass over broken lines and files, say how many")
     build.set_defaults(run=run_data_build, parser=build)
     look = kinds.add_parser("inspect", help="tokens, documents, their lengths, samples decoded")
     look.add_argument("folder", metavar="DIR", help="a data set, or a folder of the cache")
@@ -320,6 +321,7 @@ def run_data_build(args: argparse.Namespace, overrides: list[str]) -> int:
         val_fraction=args.val_fraction,
         workers=args.workers,
         skip_bad=args.skip_bad,
+        text_column=args.text_column,
     )
 
 

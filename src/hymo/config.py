@@ -288,8 +288,10 @@ class DataConfig(Section):
     """Text and tokens."""
 
     source: Annotated[list[SourceEntry], BeforeValidator(_as_list)] | None = None
-    """files and folders of text, JSONL or Parquet, data sets that `hymo data build` made, or a mix: entries {path: P,
-    weight: W}; null = the standard-library source of the Python that runs"""
+    """files and folders of text, JSONL, JSON or Parquet, data sets that `hymo data build` made, or a mix: entries
+    {path: P, weight: W}; null = the standard-library source of the Python that runs"""
+    text_column: str = "text"
+    """the field or column of JSONL, JSON and Parquet records that is their text"""
     tokenizer: str = "bytes"
     """bytes, or a tokenizer file of the `tokenizers` library (FILE#TOKEN names its end token)"""
     val_fraction: float = Field(0.02, gt=0, lt=1)
@@ -380,13 +382,13 @@ def faults_across(config: HyMoConfig) -> list[str]:
             faults.append(line)
 
     fault(m.top_k > m.n_routed, f"model.top_k: found {m.top_k}; accepted: at most model.n_routed = {m.n_routed}")
-    fault(m.qk_rope_dim % 2 == 1, f"model.qk_rope_dim: found {m.qk_rope_dim}; accepted: an even number")
-    fault(
     fault(m.top_k == 0 < m.n_routed, f"model.top_k: found 0; accepted: from 1 to model.n_routed = {m.n_routed}")
     fault(
         m.n_routed == m.n_shared == 0,
         "model.n_shared: found 0; accepted: at least 1 without routed experts (model.n_routed 0)",
     )
+    fault(m.qk_rope_dim % 2 == 1, f"model.qk_rope_dim: found {m.qk_rope_dim}; accepted: an even number")
+    fault(
         len(m.mtp_weights) != m.mtp_depth,
         f"model.mtp_weights: found {list(m.mtp_weights)}; accepted: one weight for each of "
         f"model.mtp_depth = {m.mtp_depth}",

@@ -7,6 +7,10 @@ class HyMoError(ValueError):
     exit_code = 2
 
 
+class DataError(HyMoError):
+    """The data a user gave is at fault: the line names the file or key, what was found, what is accepted."""
+
+
 class NotFiniteError(HyMoError):
     """A run stopped because its losses or gradients stayed non-finite."""
 

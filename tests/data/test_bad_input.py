@@ -41,7 +41,7 @@ def test_a_broken_line_then_the_same_command_with_skip_bad(tmp_path, capsys):
     assert main([*command, "--workers", "0"]) == 2
     assert "a.jsonl:8: not valid JSON" in capsys.readouterr().err
     assert main([*command, "--workers", "0", "--skip-bad"]) == 0
-    assert "2 broken lines passed over" in capsys.readouterr().out
+    assert "broken lines, records or files passed over: 2, the first " in capsys.readouterr().out
     assert sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val")) == 28
 
 

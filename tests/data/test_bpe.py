@@ -1,4 +1,7 @@
 import json
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from hymo.data import DataError, Document, FileTokenizer, open_source
-from hymo.data.bpe import tiktoken_of, train_bpe
+from hymo.data.bpe import LONGEST_RUN, tiktoken_of, train_bpe, without_long_runs
 
 pytest.importorskip("tiktoken")
 
@@ -111,3 +114,61 @@ def test_a_huge_text_is_encoded_in_pieces(trained: Path, monkeypatch: pytest.Mon
     whole = tokenizer.encode(lines).tolist()
     monkeypatch.setattr("hymo.data.tokenize.MOST_AT_ONCE", 64)
     assert len(tokenizer.encode(lines)) <= len(whole) * 1.1
+
+
+RUNS = {
+    "letters": "a" * 5000,
+    "random letters": "".join(random.Random(0).choices("etaoinshr", k=5000)),
+    "marks": "e\u0301" * 3000,
+    "digits": "7" * 5000,
+    "signs": "=-" * 3000,
+    "spaces": "x" + " " * 5000 + "x",
+    "line ends": "\r\n" * 3000,
+    "wide spaces": "\u3000" * 3000,
+    "ideographs": "漢字" * 3000,
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_long_runs_are_cut_alike_for_both_encoders(trained: Path, bpe_file: Path, kind: str):
+    text = f"def f(x):\n    {RUNS[kind]} and on\n"
+    pieces = without_long_runs(text)
+    assert "".join(pieces) == text
+    assert len(pieces) > 2
+    longest = max(len(run) for piece in pieces for run in re.findall(r"\S+|\s+", piece))
+    assert longest <= LONGEST_RUN
+    for path in (trained, bpe_file):
+        slow, fast = FileTokenizer(path), FileTokenizer(path, fast=True)
+        assert fast.fast
+        assert slow.encode(text).tolist() == fast.encode(text).tolist()
+        assert fast.decode(fast.encode(text)) == text
+
+
+def test_code_without_spaces_is_cut_where_words_end(trained: Path, bpe_file: Path):
+    text = "if(a1==b){call_it(x.y,[z]);}" * 400
+    assert len(without_long_runs(text)) > 5
+    for path in (trained, bpe_file):
+        tokenizer = FileTokenizer(path)
+        whole = tokenizer.backend.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text).tolist() == whole  # no id is another than without the cuts
+
+
+def test_ordinary_text_is_not_cut():
+    assert all(len(without_long_runs(d.text.decode("utf-8", "replace"))) == 1 for d in documents(60))
+    assert without_long_runs("ab" * 10, 20) == ["ab" * 10]
+    assert without_long_runs("ab" * 10 + "c", 20) == ["ab" * 10, "c"]
+
+
+def test_time_of_one_letter_grows_with_its_length_alone(trained: Path):
+    tokenizer = FileTokenizer(trained)
+
+    def seconds(count: int) -> float:
+        began = time.process_time()
+        tokenizer.encode("a" * count)
+        return time.process_time() - began
+
+    seconds(1000)
+    short, long = min(seconds(200_000) for _ in range(3)), seconds(1_600_000)
+    assert long < 8 * short * 3  # merged as a whole it is 8 * short * 8 for an encoder that is quadratic
+    content = json.loads(train_bpe([Document("a", b"a" * 300_000, 1)], 400))
+    assert max(map(len, content["model"]["vocab"])) <= LONGEST_RUN

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,11 +95,11 @@ def test_broken_lines_stop_or_are_counted(tmp_path, capsys):
     with pytest.raises(DataError, match=r"a.jsonl:51: not valid JSON"):
         build([source], tmp_path / "strict", vocab_size=300, workers=0)
     assert build_command([str(source)], str(tmp_path / "strict"), vocab_size=300, workers=0, skip_bad=True) == 0
-    assert "7 broken lines passed over" in capsys.readouterr().out
+    assert "broken lines, records or files passed over: 7, the first " in capsys.readouterr().out
     assert build_command([str(source)], str(tmp_path / "out"), vocab_size=300, workers=0, skip_bad=True) == 0
     printed = capsys.readouterr().out
-    assert "7 broken lines passed over" in printed
-    assert printed.count("passed over: ") == 5
+    assert "broken lines, records or files passed over: 7, the first " in printed
+    assert printed.count("\npassed over: ") + printed.startswith("passed over: ") == 5
     assert f"hymo train --data.source {tmp_path / 'out'} --data.tokenizer" in printed
     assert TokenSet(tmp_path / "out" / "train").n_documents + TokenSet(tmp_path / "out" / "val").n_documents == 50
 
@@ -196,10 +197,12 @@ def test_inspect(tmp_path, bpe_file):
     text = "\n".join(lines)
     train = TokenSet(tmp_path / "out" / "train")
     assert f"{train.n_tokens:,}" in text
-    histogram = [line for line in lines if "% of tokens" in line]
-    counted = sum(int(line.split()[3].replace(",", "")) for line in histogram)
-    assert counted == 300  # every document, of both sets
-    assert sum(float(line.split()[4].rstrip("%")) for line in histogram) == pytest.approx(100, abs=0.5)
+    histogram = [re.split(r"\s{2,}", line.strip()) for line in lines if re.search(r"^ *[\d,]+ to [\d,]+ ", line)]
+    assert sum(int(cells[1].replace(",", "")) for cells in histogram) == 300  # every document, of both sets
+    for column in (2, 3):
+        assert sum(float(cells[column].rstrip("%")) for cells in histogram) == pytest.approx(100, abs=0.5)
+    table = [line for line in lines if line.startswith(("set ", "train ", "val "))]
+    assert len({len(line) for line in table}) == 1  # aligned
     assert sum(line.startswith("  | document ") for line in lines) == 4
     build([source], tmp_path / "bytes", tokenizer="bytes", workers=0)
     assert any(line.startswith("  | document ") for line in inspect(tmp_path / "bytes" / "train"))

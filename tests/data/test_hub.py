@@ -91,7 +91,7 @@ def test_faults(toy, tmp_path, monkeypatch, capsys):
         open_source(["hf://a/b"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/a.jsonl").write_text('{"content": "x"}\n')
-    with pytest.raises(DataError, match=r"the columns are \['content'\]; accepted: a column 'text'"):
+    with pytest.raises(DataError, match=r"no column 'text'; found content; accepted: .*--text-column NAME"):
         open_source([f"hf://{tmp_path}/other"], hub=True)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["data", "build", f"hf://{toy}", "--out", str(tmp_path / "out")]) == 2

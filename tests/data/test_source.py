@@ -102,11 +102,11 @@ def test_fingerprint_follows_the_files(tmp_path: Path):
         (
             "bad.jsonl",
             b'{"text": "a"}\n{"body": "b"}\n',
-            r"bad.jsonl:2: found an object with \['body'\]; accepted: an obj",
+            r"bad.jsonl:2: no field 'text'; found body; accepted: the one .* data.text_column .*--text-column NAME",
         ),
         ("bad.jsonl", b'{"text": "a"}\n{"te', r"bad.jsonl:2: not valid JSON"),
-        ("bad.jsonl", b'{"text": 3}\n', r"bad.jsonl:1: 'text' is int; accepted: an object with a string"),
-        ("bad.jsonl", b"[1]\n", r"bad.jsonl:1: found list"),
+        ("bad.jsonl", b'{"text": 3}\n', r"bad.jsonl:1: 'text' is a number; accepted: an object with a string"),
+        ("bad.jsonl", b"[1]\n", r"bad.jsonl:1: found a list"),
         ("bad.jsonl", b'{"text": "\xff"}\n', r"bad.jsonl:1: not valid JSON"),
         ("bad.parquet", b"PAR1 half written", r"bad.parquet: not a whole Parquet file"),
     ],
@@ -119,9 +119,11 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
 
 
 def test_parquet_without_the_column_or_of_another_type(tmp_path: Path):
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: the columns are \['body'\]; accepted: a column 'text'"):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [7]}), tmp_path / "a.parquet")
+    found = r"a.parquet: no column 'text'; found body \(string\), id \(int64\); accepted: .*--text-column NAME"
+    with pytest.raises(DataError, match=found):
         texts([tmp_path])
+    assert [document.text for document in open_source([tmp_path], column="body").documents()] == [b"x"]
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="the column 'text' is int64"):
         texts([tmp_path])

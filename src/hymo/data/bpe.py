@@ -5,8 +5,11 @@ it is a plain byte-level BPE (one split pattern, no normaliser); the ids are the
 """
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from hymo.data.readers import DataError, Document
 
@@ -17,6 +20,11 @@ SPLIT_PATTERN = (
 )
 # What ByteLevel(use_regex=True) splits by: the pattern of GPT-2.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Merging the bytes of one word takes time that grows faster than the word: longer runs without a space, or of spaces
+# alone, are cut before any encoder sees them, so that all give the same ids.
+LONGEST_RUN = 1024  # characters
+_RUNS = re.compile(r"\S+|\s+")
+_SOFT = re.compile(r"[^\W_](?=[!-/:-@\[-^`{-~])")  # a letter or digit before a sign: no word goes on there
 # Texts are given to the trainer in pieces: it holds hundreds of them at once, each at many times its size.
 TRAINED_AT_ONCE = 1 << 16
 LEAST_VOCABULARY = 257  # 256 bytes and the end token
@@ -45,7 +53,8 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> str:
     )
 
     texts = (document.text.decode("utf-8", errors="replace") for document in documents)
-    backend.train_from_iterator((piece for text in texts for piece in in_pieces(text, TRAINED_AT_ONCE)), trainer)
+    pieces = (piece for text in texts for piece in in_pieces(text, TRAINED_AT_ONCE))
+    backend.train_from_iterator((part for piece in pieces for part in without_long_runs(piece)), trainer)
     return backend.to_str(pretty=True)
 
 
@@ -58,6 +67,30 @@ def in_pieces(text: str, most: int) -> list[str]:
         pieces.append(text[start:cut])
         start = cut
     return [*pieces, text[start:]]
+
+
+def without_long_runs(text: str, most: int = LONGEST_RUN) -> list[str]:
+    """A text in pieces whose runs of spaces, or of anything but spaces, are of at most `most` characters.
+
+    Nearly always the text itself. A run is cut before a sign in its second half, where a word ends, else anywhere.
+    """
+    if len(text) <= most or not _may_have_long_run(text, most):
+        return [text]
+    pieces, start = [], 0
+    for run in _RUNS.finditer(text):
+        at, stop = run.span()
+        while stop - at > most:
+            soft = max((m.end() for m in _SOFT.finditer(text, at + most // 2, at + most)), default=at + most)
+            pieces.append(text[start:soft])
+            start = at = soft
+    return [*pieces, text[start:]]
+
+
+def _may_have_long_run(text: str, most: int) -> bool:
+    """False where no run can be longer: from the bytes, of which a character has at least one."""
+    is_space = np.frombuffer(text.encode(), np.uint8) <= 32
+    changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
+    return bool(np.diff(changes, prepend=0, append=len(is_space)).max() > most)
 
 
 def tiktoken_of(content: str) -> Any | None:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from hymo.data.bpe import train_bpe
 from hymo.data.parts import Job, Split, digests, units_of, write_token_sets
-from hymo.data.readers import DataError, Document, read_piece
+from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import Source, check_unchanged, open_source
 from hymo.data.tokenize import FileTokenizer, Tokenizer, open_tokenizer
@@ -34,7 +34,7 @@ StageProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What `build` made. n_bad: broken JSONL lines passed over; faults: the first few of them."""
+    """What `build` made. n_bad: broken lines, records and files passed over; faults: the first few of them."""
 
     folder: Path
     tokenizer: str  # for data.tokenizer
@@ -81,15 +81,17 @@ def build(
     val_fraction: float = 0.02,
     workers: int | None = None,
     skip_bad: bool = False,
+    text_column: str = TEXT_COLUMN,
     encoder: str = "auto",
     bpe_bytes: int = 256 << 20,
     progress: StageProgress | None = None,
 ) -> BuildReport:
-    """Make a data set of text, JSONL (.gz, .zst) and Parquet files and hub data sets in the new folder `out`.
+    """Make a data set of text, JSONL, JSON (.gz, .zst) and Parquet files and hub data sets in the new folder `out`.
 
     tokenizer: "bpe" (trained here, `vocab_size` ids, on about `bpe_bytes` of the text), "bytes", or a tokenizers file.
     encoder: "tiktoken", "tokenizers", or "auto" (tiktoken where it can). workers: processes, by default one a core.
-    skip_bad: count broken JSONL lines instead of stopping. progress(stage, done_bytes, total_bytes).
+    skip_bad: count broken lines, records, and files in UTF-16 without a mark, instead of stopping at the first.
+    text_column: the field or column of records that is their text. progress(stage, done_bytes, total_bytes).
     Called again after a kill it goes on; memory is bounded (about 300 MB a worker). Raises DataError.
     """
     target = Path(out).absolute()
@@ -101,7 +103,7 @@ def build(
     settings |= {"skip_bad": skip_bad, "encoder": encoder}
     if tokenizer == "bpe":
         settings |= {"vocab_size": vocab_size, "bpe_bytes": bpe_bytes}
-    source = open_source(sources, hub=True)
+    source = open_source(sources, hub=True, column=text_column)
     work = target.with_name(f"{target.name}.part")
     with disk_errors("--out", target.parent, "what is built stays for the same command to go on"):
         work.mkdir(parents=True, exist_ok=True)
@@ -161,7 +163,7 @@ def _build_in(
             progress("encode", done, total)
 
     n_workers = (os.cpu_count() or 1) if workers is None else workers
-    results = write_token_sets(source, job, settings["val_fraction"], workers=n_workers, progress=encoding)
+    results = write_token_sets(source, job, workers=n_workers, progress=encoding)
     check_unchanged(source)
     n_bad = sum(result.n_bad for result in results)
     hub = any(file.n_shards for file in source.files)  # whose sizes may be estimates
@@ -207,17 +209,20 @@ def _trained(source: Source, settings: dict[str, Any], progress: StageProgress |
     units = every[:: max(1, len(every) // _BPE_UNITS)]
     total = source.n_bytes * len(units) // len(every)
     share = min(1.0, settings["bpe_bytes"] / max(1, total))
-    held_out = Split.of(settings["val_fraction"]).threshold
+    split = Split.of(settings["val_fraction"])
+    split = replace(split, cut_from=max(2, int(split.share * source.n_bytes)))  # a huge one is not left out
     on_bad = (lambda fault: None) if settings["skip_bad"] else None  # counted when the text is encoded
     read = 0
 
     def documents() -> Iterator[Document]:
         nonlocal read
-        for document in (document for unit in units for piece in unit for document in read_piece(piece, on_bad)):
-            read += document.source_bytes
-            digest, position = digests(document.text)
-            if len(every) == 1 or (position >= held_out and int.from_bytes(digest[:8], "little") < share * 2**64):
-                yield document
+        for whole in (document for unit in units for piece in unit for document in read_piece(piece, on_bad)):
+            read += whole.source_bytes
+            for document, held_out in split.sides(whole):
+                digest, position = digests(document.text)
+                held_out = position < split.threshold if held_out is None else held_out
+                if len(every) == 1 or (not held_out and int.from_bytes(digest[:8], "little") < share * 2**64):
+                    yield document
             if progress is not None:
                 progress("train tokenizer", min(read, total), total)
 

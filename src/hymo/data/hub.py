@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hymo.data.readers import HUB, TEXT_FIELD, DataError, Document
+from hymo.data.readers import CHOOSE_COLUMN, HUB, TEXT_COLUMN, DataError, Document, OnNull
 
 FORM = "hf://NAME[@REVISION][:CONFIG][#SPLIT]"
 SHARD_BYTES = 64 << 20  # of a shard whose size the library does not know, for progress
@@ -29,19 +29,20 @@ class HubSet(NamedTuple):
     version: str
 
 
-def describe(entry: str) -> HubSet:
+def describe(entry: str, column: str = TEXT_COLUMN) -> HubSet:
     """Look a data set up: on the hub, in a local folder, or in the cache. Raises DataError."""
     library, parts = _library(entry), _parsed(entry)
     try:
-        rows = _opened(entry)
+        rows = _opened(entry, column)
         builder = library.load_dataset_builder(parts["name"], parts["config"], revision=parts["revision"])
     except DataError:
         raise
     except Exception as error:  # the libraries underneath raise what they like
         raise _cannot(entry, error) from None
     columns = rows.column_names
-    if columns is not None and TEXT_FIELD not in columns:
-        raise DataError(f"data.source: {entry}: the columns are {columns}; accepted: a column {TEXT_FIELD!r}")
+    if columns is not None and column not in columns:
+        found = ", ".join(columns)
+        raise DataError(f"data.source: {entry}: no column {column!r}; found {found}; {CHOOSE_COLUMN}")
     version = str(builder.hash)
     if re.fullmatch("[0-9a-f]{40}", version) and not parts["revision"] and not _offline(library):
         entry = _written({**parts, "revision": version})
@@ -50,18 +51,22 @@ def describe(entry: str) -> HubSet:
     return HubSet(entry, rows.num_shards, int(n_bytes), version)
 
 
-def read_shards(entry: str, start: int, stop: int | None) -> Iterator[Document]:
+def read_shards(
+    entry: str, start: int, stop: int | None, column: str = TEXT_COLUMN, on_null: OnNull | None = None
+) -> Iterator[Document]:
     """The documents of shards [start, stop). Raises DataError, also where the connection breaks off."""
     try:
-        rows = _opened(entry)
+        rows = _opened(entry, column)
         for shard in range(start, rows.num_shards if stop is None else stop):
             for number, row in enumerate(rows.shard(num_shards=rows.num_shards, index=shard)):
-                text = row.get(TEXT_FIELD, "")
+                text, place = row.get(column), f"{entry}/{shard}:{number}"
                 if not isinstance(text, str | None):
                     kind = type(text).__name__
-                    raise DataError(f"data.source: {entry}: the column {TEXT_FIELD!r} is {kind}; accepted: strings")
+                    raise DataError(f"data.source: {entry}: the column {column!r} is {kind}; accepted: strings")
+                if text is None and on_null is not None:
+                    on_null(place)
                 raw = (text or "").encode("utf-8", "surrogatepass")
-                yield Document(f"{entry}/{shard}:{number}", raw, len(raw))
+                yield Document(place, raw, len(raw))
     except DataError:
         raise
     except Exception as error:
@@ -69,7 +74,7 @@ def read_shards(entry: str, start: int, stop: int | None) -> Iterator[Document]:
 
 
 @lru_cache(maxsize=2)
-def _opened(entry: str) -> Any:
+def _opened(entry: str, column: str) -> Any:
     """The rows as an iterable of `datasets`, in shards."""
     library, parts = _library(entry), _parsed(entry)
     offline = _offline(library)
@@ -78,8 +83,8 @@ def _opened(entry: str) -> Any:
     )
     if offline:
         rows = rows.to_iterable_dataset(num_shards=max(1, min(_CACHED_SHARDS, len(rows) // _CACHED_ROWS)))
-    if rows.column_names and TEXT_FIELD in rows.column_names:
-        rows = rows.select_columns([TEXT_FIELD])  # of Parquet, the others are then not fetched
+    if rows.column_names and column in rows.column_names:
+        rows = rows.select_columns([column])  # of Parquet, the others are then not fetched
     return rows
 
 

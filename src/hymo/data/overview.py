@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hymo.data.dataset import TOKENIZER, build, is_data_set, read_description
 from hymo.data.parts import SETS
-from hymo.data.readers import DataError
+from hymo.data.readers import TEXT_COLUMN, DataError
 from hymo.data.shards import MANIFEST, TokenSet
 from hymo.data.tokenize import ByteTokenizer, Tokenizer, open_tokenizer
 from hymo.observe.units import duration, size
@@ -29,6 +29,7 @@ def build_command(
     val_fraction: float = 0.02,
     workers: int | None = None,
     skip_bad: bool = False,
+    text_column: str = TEXT_COLUMN,
     encoder: str = "auto",
 ) -> int:
     """``hymo data build``: make a data set, with progress, and say how to train on it. Returns the exit code."""
@@ -36,14 +37,13 @@ def build_command(
     began = time.monotonic()
     report = build(
         sources or None, out, tokenizer=tokenizer, vocab_size=vocab_size, val_fraction=val_fraction, workers=workers,
-        skip_bad=skip_bad, encoder=encoder, progress=progress,
+        skip_bad=skip_bad, text_column=text_column, encoder=encoder, progress=progress,
     )  # fmt: skip
     progress.end()
     for fault in report.faults:
         print(f"passed over: {fault}")
-    if report.n_bad:
-        print(f"{report.n_bad} broken lines passed over")
-    for line in _table(_sets_in(report.folder)):
+    sets = _sets_in(report.folder)
+    for line in (*_notes(sets), *_table(sets)):
         print(line)
     print(f"{report.encoder} encoding; {duration(time.monotonic() - began)} in all")
     print(f"train on it: hymo train --data.source {report.folder} --data.tokenizer {report.tokenizer}", end=" ")
@@ -68,18 +68,21 @@ def inspect(folder: str | Path, *, samples: int = 3, tokenizer: str | None = Non
     if is_data_set(folder):
         described = read_description(folder)
         yield f"{folder}: {size(described['source_bytes'])} of {described['source']}, encoded by {described['encoder']}"
+    one = next(iter(sets.values()))
+    yield f"tokenizer {one.tokenizer_name}, {one.vocab_size:,} ids; counts of tokens include an end token a document"
+    yield ""
     yield from _table(sets)
+    yield from _notes(sets)
     lengths = np.concatenate([one.document_lengths() for one in sets.values()])
     if len(lengths):
         yield ""
-        yield "tokens a document"
         yield from _histogram(lengths)
     decoder = _decoder(folder, next(iter(sets.values())), tokenizer)
     for name, one in sets.items():
         for number in _spread(one.n_documents, samples):
             tokens = one.document(number)
             yield ""
-            yield f"{name}, document {number} ({len(tokens)} tokens, {size(one.document_bytes(number))} of text)"
+            yield f"{name}, document {number:,} ({len(tokens):,} tokens, {size(one.document_bytes(number))} of text)"
             if decoder is None:
                 yield f"  {tokens[:_SAMPLE_TOKENS].tolist()}  (--tokenizer FILE decodes)"
             else:
@@ -106,26 +109,47 @@ def _decoder(folder: Path, one: TokenSet, choice: str | None) -> Tokenizer | Non
     return ByteTokenizer() if one.tokenizer_name == ByteTokenizer.name else None
 
 
+def _notes(sets: dict[str, TokenSet]) -> Iterator[str]:
+    """How the text was split, and what was odd with it: a warning each."""
+    yield from (f"held out: {split}" for split in {one.split for one in sets.values()} - {""})
+    yield from (f"warning: {note}" for note in dict.fromkeys(note for one in sets.values() for note in one.notes))
+
+
 def _table(sets: dict[str, TokenSet]) -> Iterator[str]:
-    yield f"{'set':<8}{'tokens':>16}{'documents':>14}{'text':>12}{'bytes/token':>13}{'median':>12}{'longest':>13}"
+    rows = [("set", "documents", "tokens", "share", "text", "bytes a token", "median length", "longest")]
+    total = sum(one.n_tokens for one in sets.values())
     for name, one in sets.items():
         lengths = one.document_lengths()
         median, longest = (int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0)
         per_token = one.n_bytes / max(1, one.n_tokens - one.n_documents)
-        yield (
-            f"{name:<8}{one.n_tokens:>16,}{one.n_documents:>14,}{size(one.n_bytes):>12}{per_token:>13.3f}"
-            f"{median:>12,}{longest:>13,}"
-        )
+        rows.append((
+            name, f"{one.n_documents:,}", f"{one.n_tokens:,}", f"{one.n_tokens / max(1, total):.1%}",
+            size(one.n_bytes), f"{per_token:.3f}", f"{median:,}", f"{longest:,}",
+        ))  # fmt: skip
+    yield from _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Rows of cells as columns: the first to the left, numbers to the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    for row in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([f"{row[0]:<{widths[0]}}", *cells])
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> Iterator[str]:
     """Documents by powers of two of their length, with the share of all tokens that they hold."""
     buckets = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     numbers, tokens = np.bincount(buckets), np.bincount(buckets, weights=lengths)
-    for k in range(int(buckets.min()), len(numbers)):
-        bar = "#" * math.ceil(_BAR * numbers[k] / numbers.max())
-        share = tokens[k] / tokens.sum()
-        yield f"{2**k:>10,} - {2 ** (k + 1) - 1:<12,}{numbers[k]:>12,} {share:>6.1%} of tokens  {bar}".rstrip()
+    first = int(buckets.min())
+    rows = [("length in tokens", "documents", "of documents", "of tokens")]
+    for k in range(first, len(numbers)):
+        shares = (f"{numbers[k] / len(lengths):.1%}", f"{tokens[k] / tokens.sum():.1%}")
+        rows.append((f"{2**k:,} to {2 ** (k + 1) - 1:,}", f"{numbers[k]:,}", *shares))
+    heading, *lines = _aligned(rows)
+    yield heading
+    for k, line in enumerate(lines, first):
+        yield f"{line}  {'#' * math.ceil(_BAR * numbers[k] / numbers.max())}".rstrip()
 
 
 def _spread(n: int, samples: int) -> list[int]:

@@ -5,8 +5,10 @@ entry in the journal. What is in the journal is never done again. Which document
 fingerprint depend on the text alone, not on the units or on who wrote them.
 """
 
+import bisect
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -18,29 +20,54 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hymo.data.encodings import not_utf8
 from hymo.data.readers import DataError, Document, Piece, read_piece
 from hymo.data.shards import PartWriter, write_manifest, write_synced
 from hymo.data.source import Source
-from hymo.data.tokenize import Tokenizer, open_tokenizer
+from hymo.data.tokenize import ByteTokenizer, Tokenizer, open_tokenizer
+from hymo.observe.units import size
 
 Progress = Callable[[int, int], None]
 SETS = ("train", "val")
 LEAST_UNIT_BYTES, MOST_UNITS = 4 << 20, 256
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 4 << 20
 _KEPT_FAULTS = 5
+NEAR = 6.0  # a share held out that is so many times too large or too small is mended
+LEAST_TAIL = 64  # bytes: documents are cut where that much of each is held out, shorter ones are taken whole
+KEPT_LEAST = 64
 _STOP = -(1 << 62)  # in place of the bytes read: workers are to stop
 
 
 @dataclass(frozen=True)
 class Split:
-    """A document is held out iff its hash is below `threshold`; where all are alike, each is cut at `cut` bytes."""
+    """A document is held out iff its hash is below `threshold`. One of at least `cut_from` bytes is cut instead: its
+    last `share` is held out, the rest is trained on. share: what was asked for."""
 
     threshold: int
-    cut: int | None = None
+    share: float
+    cut_from: int | None = None
+
+    def __str__(self) -> str:
+        if self.cut_from is None:
+            return "whole documents"
+        return f"the last {self.share:.3g} of each document of {size(self.cut_from)} or more, whole ones of the others"
 
     @staticmethod
     def of(val_fraction: float) -> "Split":
-        return Split(int(val_fraction * 2**64))
+        return Split(int(val_fraction * 2**64), val_fraction)
+
+    def sides(self, document: Document) -> list[tuple[Document, bool | None]]:
+        """The document, or the two that it is cut into, each with whether it is held out (None: its hash decides)."""
+        text = document.text
+        if self.cut_from is None or len(text) < max(2, self.cut_from):
+            return [(document, None)]
+        at = min(max(1, int(len(text) * (1 - self.share))), len(text) - 1)
+        line_end = text.find(b"\n", at, at + (len(text) - at) // 2) + 1
+        while not line_end and at < len(text) - 1 and text[at] & 0xC0 == 0x80:  # not inside a UTF-8 character
+            at += 1
+        at = line_end or at
+        first = document._replace(text=text[:at])
+        return [(first, False), (document._replace(text=text[at:], source_bytes=0, at=document.at + at), True)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +83,11 @@ class Job:
 
 @dataclass
 class UnitResult:
-    """What a unit came to: its parts by set, the extreme hashes of its documents, and what was passed over."""
+    """What a unit came to: its parts by set, the extreme hashes of its documents, what was passed over, what was odd.
+
+    faults, null_at, odd_at: where some of them are. bytes_by_size[k]: bytes of documents of 2^(k-1) to below 2^k bytes.
+    least: (hash, bytes) of the documents with the least hashes.
+    """
 
     number: int
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -67,10 +98,44 @@ class UnitResult:
     source_bytes: int = 0
     n_bad: int = 0
     faults: list[str] = field(default_factory=list)
+    n_null: int = 0
+    null_at: str = ""
+    n_odd: int = 0
+    odd_bytes: int = 0
+    odd_at: str = ""
+    bytes_by_size: list[int] = field(default_factory=list)
+    least: list[tuple[int, int]] = field(default_factory=list)
+
+    def on_bad(self, fault: str) -> None:
+        self.n_bad += 1
+        if len(self.faults) < _KEPT_FAULTS:
+            self.faults.append(fault)
+
+    def on_null(self, place: str) -> None:
+        self.n_null += 1
+        self.null_at = self.null_at or place
+
+    def count(self, document: Document, position: int) -> None:
+        """A document of some hash."""
+        self.lowest, self.highest = min(self.lowest, position), max(self.highest, position)
+        self.n_documents += 1
+        n_bytes = len(document.text)
+        self.n_bytes += n_bytes
+        self.bytes_by_size += [0] * (n_bytes.bit_length() + 1 - len(self.bytes_by_size))
+        self.bytes_by_size[n_bytes.bit_length()] += n_bytes
+        if len(self.least) < KEPT_LEAST or position < self.least[-1][0]:
+            bisect.insort(self.least, (position, n_bytes))
+            del self.least[KEPT_LEAST:]
+        odd, first = not_utf8(document.text)
+        if odd:
+            self.n_odd += 1
+            self.odd_bytes += odd
+            place = f"{document.path}, byte {document.at + first}" if document.path else document.name
+            self.odd_at = self.odd_at or place
 
 
 def write_token_sets(
-    source: Source, job: Job, val_fraction: float, *, workers: int = 0, progress: Progress | None = None
+    source: Source, job: Job, *, workers: int = 0, progress: Progress | None = None
 ) -> list[UnitResult]:
     """Write job.folder/train and job.folder/val whole, going on where an earlier call for that folder was cut off.
 
@@ -82,11 +147,12 @@ def write_token_sets(
     results = _write_units(units, tokenizer, job, workers, progress, source.n_bytes)
     if not any(result.n_documents for result in results):
         raise DataError(f"data.source: {source.described} holds no text: every document is empty")
-    better = _other_split(job.split, results, val_fraction)
-    if better is not None:
-        results = _write_units(units, tokenizer, replace(job, split=better), workers, progress, source.n_bytes)
+    noted, split = notes(results, tokenizer), better_split(job.split, results)
+    if split is not None:
+        results = _write_units(units, tokenizer, replace(job, split=split), workers, progress, source.n_bytes)
     for name in SETS:
-        write_manifest(Path(job.folder, name), tokenizer, [result.parts[name] for result in results])
+        parts = [result.parts[name] for result in results]
+        write_manifest(Path(job.folder, name), tokenizer, parts, notes=noted, split=str(split or job.split))
     return results
 
 
@@ -95,17 +161,70 @@ def units_of(source: Source) -> list[list[Piece]]:
     return source.units(max(LEAST_UNIT_BYTES, source.n_bytes // MOST_UNITS))
 
 
-def _other_split(split: Split, results: Sequence[UnitResult], val_fraction: float) -> Split | None:
-    """Where chance left a set empty: hold out the least hash, or all but the greatest, or cut a lone document."""
-    if val_fraction in (0, 1):  # one set alone was wanted
+def better_split(split: Split, results: Sequence[UnitResult]) -> Split | None:
+    """Another split where the one that was tried is far from the share asked for; None where it is near enough.
+
+    Few documents, or one that is huge beside the others: those that are large beside what is to be held out are cut,
+    and of the others whole ones are held out in the order of their hashes until there are enough.
+    """
+    share, total = split.share, sum(result.n_bytes for result in results)
+    held_out = sum(result.parts["val"]["n_bytes"] for result in results)
+    if share in (0, 1) or near(held_out / total, share):
         return None
     lowest, highest = min(r.lowest for r in results), max(r.highest for r in results)
-    if lowest < split.threshold <= highest:
-        return None
+    smaller = min(share, 1 - share)
+    power = math.floor(math.log2(smaller * total)) + (share <= 1 / 3)
+    power = max(power, math.ceil(math.log2(LEAST_TAIL / smaller)))
+    whole = total - sum(n for result in results for k, n in enumerate(result.bytes_by_size) if k > power)
+    if whole < total:
+        return Split(_threshold(results, 2**power, whole * share / 2) or split.threshold, share, 2**power)
     if lowest == highest:
-        size = sum(r.n_bytes for r in results) // sum(r.n_documents for r in results)
-        return Split(split.threshold, int(size * (1 - val_fraction)))
-    return Split(lowest + 1) if lowest >= split.threshold else Split(highest)
+        return replace(split, cut_from=2)
+    enough = _threshold(results, 2**power, total * share / 2) if share <= 0.5 else highest
+    return replace(split, threshold=min(enough or split.threshold, highest))  # one is left to train on
+
+
+def _threshold(results: Sequence[UnitResult], below: int, wanted: float) -> int | None:
+    """The least threshold that holds out so many bytes of documents shorter than `below`.
+
+    None: it is not known, there are too many, and of many the hash alone finds enough.
+    """
+    known = min((r.least[-1][0] for r in results if len(r.least) == KEPT_LEAST), default=2**64)
+    filled = 0
+    for position, n_bytes in sorted(pair for result in results for pair in result.least):
+        if position > known:
+            return None
+        filled += n_bytes if n_bytes < below else 0
+        if filled >= wanted:
+            return position + 1
+    return None
+
+
+def near(found: float, asked: float) -> bool:
+    """Whether a share held out is near the one asked for, up to what chance does to a few hundred documents."""
+    return asked / NEAR <= found <= min(asked * NEAR, asked + 0.25) if asked <= 0.5 else near(1 - found, 1 - asked)
+
+
+def notes(results: Sequence[UnitResult], tokenizer: Tokenizer) -> list[str]:
+    """What a person should know of the text, a line each: what was passed over, what is not UTF-8."""
+    lines = []
+    n_bad, n_null, n_odd = (sum(getattr(r, key) for r in results) for key in ("n_bad", "n_null", "n_odd"))
+    if n_bad:
+        first = next(result.faults[0] for result in results if result.faults)
+        lines.append(f"broken lines, records or files passed over: {n_bad:,}, the first {first}")
+    if n_null:
+        first = next(result.null_at for result in results if result.null_at)
+        lines.append(f"records without text (null) passed over: {n_null:,}, the first {first}")
+    if n_odd:
+        first = next(result.odd_at for result in results if result.odd_at)
+        odd, documents = sum(r.odd_bytes for r in results), sum(r.n_documents for r in results)
+        total = sum(r.n_bytes for r in results)
+        became = "kept as they are" if tokenizer.name == ByteTokenizer.name else "read as U+FFFD each, NUL as it is"
+        lines.append(
+            f"bytes that are not UTF-8 text: {odd:,} ({odd / total:.2%}; {became}) in {n_odd:,} of {documents:,} "
+            f"documents, the first {first}; Latin-1 for example becomes UTF-8 by iconv -f LATIN1 -t UTF-8"
+        )
+    return lines
 
 
 # ----------------------------------------------------------------------------------------------------- many units
@@ -208,23 +327,18 @@ def write_unit(
     """Write part `number` of both sets. progress(bytes of the source read since the last call)."""
     result = UnitResult(number)
     writers = {name: PartWriter(Path(job.folder, name), number, tokenizer) for name in SETS}
-
-    def on_bad(fault: str) -> None:
-        result.n_bad += 1
-        if len(result.faults) < _KEPT_FAULTS:
-            result.faults.append(fault)
-
-    documents = (document for piece in pieces for document in read_piece(piece, on_bad if job.skip_bad else None))
+    on_bad = result.on_bad if job.skip_bad else None
+    documents = (document for piece in pieces for document in read_piece(piece, on_bad, result.on_null))
     try:
-        for batch in _batches(_cut_documents(documents, job.split.cut)):
-            for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+        for batch in _batches(side for document in documents for side in job.split.sides(document)):
+            texts = [document.text for document, _ in batch]
+            for (document, held_out), tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
                 digest, position = digests(document.text)
-                held_out = position < job.split.threshold if job.split.cut is None else result.n_documents % 2 == 1
+                if held_out is None:
+                    held_out = position < job.split.threshold
                 writers["val" if held_out else "train"].add(tokens, len(document.text), digest)
-                result.lowest, result.highest = min(result.lowest, position), max(result.highest, position)
-                result.n_documents += 1
-                result.n_bytes += len(document.text)
-            read = sum(document.source_bytes for document in batch)
+                result.count(document, position)
+            read = sum(document.source_bytes for document, _ in batch)
             result.source_bytes += read
             progress(read)
         result.parts = {name: writer.close() for name, writer in writers.items()}
@@ -240,31 +354,15 @@ def digests(text: bytes) -> tuple[bytes, int]:
     return digest, int.from_bytes(hashlib.blake2b(digest, digest_size=8, key=b"hymo-held-out-1").digest(), "little")
 
 
-def _cut_documents(documents: Iterable[Document], cut: int | None) -> Iterator[Document]:
-    """Where `cut` is given (all documents are alike), each in two: a first part for training, a second held out."""
-    for document in documents:
-        if cut is None:
-            yield document
-            continue
-        text = document.text
-        at = text.find(b"\n", min(cut, len(text) - 1)) + 1
-        if not 0 < at < len(text):
-            at = max(1, min(cut, len(text) - 1))
-            while at < len(text) - 1 and text[at] & 0xC0 == 0x80:  # not inside a UTF-8 character
-                at += 1
-        yield Document(document.name, text[:at], document.source_bytes)
-        yield Document(document.name, text[at:], 0)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[tuple[Document, bool | None]]) -> Iterator[list[tuple[Document, bool | None]]]:
     """Documents in groups that are worth a call of the tokenizer and fit in memory."""
-    batch: list[Document] = []
-    size = 0
+    batch: list[tuple[Document, bool | None]] = []
+    filled = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
-        if len(batch) >= _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
+        filled += len(document[0].text)
+        if len(batch) >= _BATCH_DOCUMENTS or filled >= _BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch, filled = [], 0
     if batch:
         yield batch

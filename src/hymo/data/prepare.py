@@ -13,19 +13,19 @@ from filelock import FileLock
 
 from hymo.data.dataset import is_data_set, open_data_set
 from hymo.data.parts import SETS, Job, Progress, Split, write_token_sets
-from hymo.data.readers import DataError
+from hymo.data.readers import TEXT_COLUMN, DataError
 from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_over
 from hymo.data.source import Source, check_unchanged, open_source
 from hymo.data.tokenize import Tokenizer, open_tokenizer
 
-_LAYOUT = "hymo-cache-3"  # part of every cache key: raised when what is written changes
+_LAYOUT = "hymo-cache-4"  # part of every cache key: raised when what is written changes
 
 
 class DataSettings(Protocol):
     """The part of the configuration that is read here (hymo.config.DataConfig has it).
 
-    source: None, or entries that are each a path or have a `path` and a `weight`. val: paths by name of further
-    validation sets (may be missing).
+    source: None, or entries that are each a path or have a `path` and a `weight`. May be missing: val, paths by name of
+    further validation sets; text_column, where records have their text.
     """
 
     @property
@@ -72,8 +72,9 @@ def prepare(config: DataSettings, progress: Progress | None = None) -> TokenData
         groups = {name: [path] for name, path in paths.items()}  # each on its own
     named = {name: [e] if isinstance(e, str) else e for name, e in (getattr(config, "val", None) or {}).items()}
     root = cache_folder(config.cache_dir)
-    wanted = [_wanted(entries, tokenizer, root, config.val_fraction) for entries in groups.values()]
-    wanted_val = [_wanted(entries, tokenizer, root, 1.0) for entries in named.values()]
+    column = getattr(config, "text_column", TEXT_COLUMN)
+    wanted = [_wanted(entries, column, tokenizer, root, config.val_fraction) for entries in groups.values()]
+    wanted_val = [_wanted(entries, column, tokenizer, root, 1.0) for entries in named.values()]
     _build_missing([*wanted, *wanted_val], config.tokenizer, progress)
     train = TokenSet(*(one.target / "train" for one in wanted), shares=shares)
     val = {"val": TokenSet(*(one.target / "val" for one in wanted))}
@@ -87,7 +88,8 @@ def prepare_whole(entries: Sequence[str], config: DataSettings, progress: Progre
     """All documents of files, folders or data sets as one token set, nothing held out. Raises DataError."""
     tokenizer = open_tokenizer(config.tokenizer)
     groups = [[entry] for entry in entries] if any(is_data_set(entry) for entry in entries) else [entries]
-    wanted = [_wanted(group, tokenizer, cache_folder(config.cache_dir), 1.0) for group in groups]
+    column = getattr(config, "text_column", TEXT_COLUMN)
+    wanted = [_wanted(group, column, tokenizer, cache_folder(config.cache_dir), 1.0) for group in groups]
     _build_missing(wanted, config.tokenizer, progress)
     token_set = TokenSet(*(one.target / name for one in wanted for name in SETS))
     if not token_set.n_documents:
@@ -95,10 +97,12 @@ def prepare_whole(entries: Sequence[str], config: DataSettings, progress: Progre
     return token_set
 
 
-def _wanted(entries: Sequence[str] | None, tokenizer: Tokenizer, root: Path, val_fraction: float) -> _Wanted:
+def _wanted(
+    entries: Sequence[str] | None, column: str, tokenizer: Tokenizer, root: Path, val_fraction: float
+) -> _Wanted:
     if entries is not None and len(entries) == 1 and is_data_set(entries[0]):
         return _Wanted(open_data_set(entries[0], tokenizer))
-    source = open_source(entries)
+    source = open_source(entries, column=column)
     settings = f"{_LAYOUT}|{source.fingerprint()}|{tokenizer.fingerprint}|{val_fraction!r}"
     return _Wanted(root / hashlib.blake2b(settings.encode(), digest_size=12).hexdigest(), source, val_fraction)
 
@@ -128,7 +132,7 @@ def _build_missing(wanted: Sequence[_Wanted], tokenizer: str, progress: Progress
 def _build(source: Source, wanted: _Wanted, tokenizer: str, progress: Progress) -> None:
     with built_whole(wanted.target) as folder:
         job = Job(str(folder), tokenizer, fast=False, split=Split.of(wanted.val_fraction), skip_bad=False)
-        write_token_sets(source, job, wanted.val_fraction, progress=progress)
+        write_token_sets(source, job, progress=progress)
         check_unchanged(source)
 
 

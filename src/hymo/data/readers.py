@@ -1,68 +1,69 @@
-"""Documents out of files: text, JSONL (field "text"), Parquet (column "text"); the first two also as .gz and .zst.
+"""Documents out of files: text, JSONL and JSON (field "text"), Parquet (column "text"); all but Parquet also .gz, .zst.
 
 Bytes are kept as found: what is not valid UTF-8 reaches the byte tokenizer unchanged. Reading is streamed, so memory is
 bounded by the longest document. A *piece* is a file or a part of one, so that several processes can share a large file.
 """
 
-import codecs
-import io
 import json
-import zlib
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from hymo.errors import HyMoError
+from hymo.data.encodings import as_utf8, utf16_without_mark
+from hymo.data.json_values import JSONError, values
+from hymo.data.packed import PACKED, is_packed, unpacked
+from hymo.errors import DataError
 
-TEXT_FIELD = "text"
+TEXT_COLUMN = "text"
+CHOOSE_COLUMN = "accepted: the one that holds the text, as data.text_column (hymo data build: --text-column NAME)"
 HUB = "hf://"  # begins the name of a data set of the hub, see hub.py
 # A text file longer than this becomes several documents, cut at line ends, so that memory stays bounded.
 MAX_DOCUMENT_BYTES = 16 << 20
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_PACKED = (".gz", ".zst")
+SNIFF_BYTES = 8192
 _BLOCK = 256 << 10
+_JSON_NAMES = {
+    dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false",
+}  # fmt: skip
 
 OnBad = Callable[[str], None]
-
-
-class DataError(HyMoError):
-    """The data a user gave is at fault: one line that names the file or key, what was found, what is accepted."""
+OnNull = Callable[[str], None]
 
 
 class Document(NamedTuple):
-    """One text: its name, its bytes, and how many bytes of the source file it took (for progress)."""
+    """One text: its name, its bytes, and how many bytes of the source file it took (for progress).
+
+    path, at: of text files, the file, and where in it (unpacked, as UTF-8) the text begins.
+    """
 
     name: str
     text: bytes
     source_bytes: int
+    path: str = ""
+    at: int = 0
 
 
 class Piece(NamedTuple):
-    """Part of a file: bytes [start, stop) of JSONL, row groups of Parquet, shards of a hub set, else the whole."""
+    """Part of a file: bytes [start, stop) of JSONL, row groups of Parquet, shards of a hub set, else the whole.
+
+    column: where records have their text. as_text: read as one text whatever the name says.
+    """
 
     path: str
     name: str
     start: int = 0
     stop: int | None = None
+    column: str = TEXT_COLUMN
+    as_text: bool = False
 
 
 def kind_of(path: str | Path) -> str:
-    """ "hub", "jsonl", "parquet" or "text", by the name."""
+    """ "hub", "jsonl", "json", "parquet" or "text", by the name."""
     if str(path).startswith(HUB):
         return "hub"
-    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _PACKED]
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in PACKED]
     last = suffixes[-1] if suffixes else ""
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(last, "text")
-
-
-def is_packed(path: str | Path) -> bool:
-    return Path(path).suffix in _PACKED
-
-
-def first_bytes(path: str | Path, count: int) -> bytes:
-    """The first bytes of a file, unpacked. Raises OSError."""
-    with open(path, "rb") as raw:
-        return _unpacked(raw, str(path)).read(count)
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}.get(last, "text")
 
 
 def read_documents(path: str | Path, on_bad: OnBad | None = None) -> Iterator[Document]:
@@ -73,18 +74,21 @@ def read_documents(path: str | Path, on_bad: OnBad | None = None) -> Iterator[Do
     return read_piece(Piece(str(path), Path(path).name), on_bad)
 
 
-def read_piece(piece: Piece, on_bad: OnBad | None = None) -> Iterator[Document]:
-    """The documents of one piece, as `read_documents`."""
-    kind = kind_of(piece.path)
+def read_piece(piece: Piece, on_bad: OnBad | None = None, on_null: OnNull | None = None) -> Iterator[Document]:
+    """The documents of one piece, as `read_documents`. on_null is told of each record whose text is null."""
+    kind = "text" if piece.as_text else kind_of(piece.path)
+    told = _Told(on_bad, on_null)
     try:
         if kind == "hub":
             from hymo.data.hub import read_shards
 
-            documents = read_shards(piece.path, piece.start, piece.stop)
+            documents = read_shards(piece.path, piece.start, piece.stop, piece.column, told.null)
         elif kind == "jsonl":
-            documents = _read_jsonl(piece, on_bad)
+            documents = _read_jsonl(piece, told)
+        elif kind == "json":
+            documents = _read_json(piece, told)
         else:
-            documents = _read_parquet(piece) if kind == "parquet" else _read_text(piece)
+            documents = _read_parquet(piece, told) if kind == "parquet" else _read_text(piece, told)
         for document in documents:
             if document.text:
                 yield document
@@ -92,13 +96,39 @@ def read_piece(piece: Piece, on_bad: OnBad | None = None) -> Iterator[Document]:
         raise DataError(f"data.source: cannot read {piece.path!r}: {error.strerror or error}") from None
 
 
-def _read_text(piece: Piece) -> Iterator[Document]:
+class _Told(NamedTuple):
+    """Who is told of what is passed over."""
+
+    on_bad: OnBad | None
+    on_null: OnNull | None
+
+    def bad(self, fault: str) -> None:
+        if self.on_bad is None:
+            raise DataError(f"data.source: {fault}")
+        self.on_bad(fault)
+
+    def null(self, place: str) -> None:
+        if self.on_null is not None:
+            self.on_null(place)
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+def _read_text(piece: Piece, told: _Told) -> Iterator[Document]:
     with open(piece.path, "rb") as raw:
-        done = 0
-        for number, text in enumerate(_cut(_unpacked(raw, piece.path))):
-            at = raw.tell()
-            yield Document(piece.name if number == 0 else f"{piece.name}#{number}", _as_utf8(text), at - done)
-            done = at
+        done = at = 0
+        for number, text in enumerate(_cut(as_utf8(unpacked(raw, piece.path)))):
+            if number == 0 and (encoding := utf16_without_mark(text[:SNIFF_BYTES])):
+                told.bad(_convert_first(piece.path, encoding))
+                return
+            read = raw.tell()
+            name = piece.name if number == 0 else f"{piece.name}#{number}"
+            yield Document(name, text, read - done, piece.path, at)
+            done, at = read, at + len(text)
+
+
+def _convert_first(path: str, encoding: str) -> str:
+    name = shlex.quote(path)
+    return f"{path}: it is {encoding} without a mark; accepted: UTF-8 (iconv -f {encoding} -t UTF-8 {name} > NEW)"
 
 
 def _cut(stream: BinaryIO) -> Iterator[bytes]:
@@ -122,19 +152,11 @@ def character_end(text: bytes) -> int:
     return len(text)
 
 
-def _as_utf8(text: bytes) -> bytes:
-    """Drop a UTF-8 mark; turn UTF-16 that says so by its mark into UTF-8; leave all else as it is."""
-    if text.startswith(codecs.BOM_UTF8):
-        return text[len(codecs.BOM_UTF8) :]
-    if text.startswith(UTF16_MARKS):
-        return text.decode("utf-16", errors="replace").encode()
-    return text
-
-
-def _read_jsonl(piece: Piece, on_bad: OnBad | None) -> Iterator[Document]:
+# ------------------------------------------------------------------------------------------------------------- records
+def _read_jsonl(piece: Piece, told: _Told) -> Iterator[Document]:
     with open(piece.path, "rb") as raw:
         packed = is_packed(piece.path)
-        stream = _unpacked(raw, piece.path)
+        stream = unpacked(raw, piece.path)
         if piece.start:  # a line belongs to the piece that holds its first byte
             stream.seek(piece.start - 1)
             stream.readline()
@@ -146,32 +168,41 @@ def _read_jsonl(piece: Piece, on_bad: OnBad | None) -> Iterator[Document]:
             if line.strip():
                 size = raw.tell() - done if packed else len(line)
                 done += size
-                found = _text_of_line(line)
-                if isinstance(found, bytes):
-                    yield Document(f"{piece.name}@{at}", found, size)
+                text, fault = _text_of_line(line, piece.column)
+                if text is not None:
+                    yield Document(f"{piece.name}@{at}", text, size)
                 else:
-                    fault = f"{piece.path}:{_lines_before(piece.path, first) + number + 1}: {found}"
-                    if on_bad is None:
-                        raise DataError(f"data.source: {fault}")
-                    on_bad(fault)
+                    place = f"{piece.path}:{_lines_before(piece.path, first) + number + 1}"
+                    told.bad(f"{place}: {fault}") if fault else told.null(place)
             at += len(line)
 
 
-def _text_of_line(line: bytes) -> bytes | str:
-    """The text of a line, or (str) what is wrong with the line."""
-    accepted = f"accepted: an object with a string {TEXT_FIELD!r}"
+def _text_of_line(line: bytes, column: str) -> tuple[bytes | None, str]:
     try:
-        row: Any = json.loads(line)
+        return text_of_record(json.loads(line), column)
     except (ValueError, RecursionError) as error:
+        accepted = f"accepted: an object with a string {column!r}"
         if b"\0" in line:
-            return f"not UTF-8, it looks like UTF-16; {accepted}, in UTF-8"
-        return f"not valid JSON ({error}); {accepted}"
-    if not isinstance(row, dict) or TEXT_FIELD not in row:
-        found = f"an object with {sorted(row)[:8]}" if isinstance(row, dict) else type(row).__name__
-        return f"found {found}; {accepted}"
-    if not isinstance(row[TEXT_FIELD], str):
-        return f"{TEXT_FIELD!r} is {type(row[TEXT_FIELD]).__name__}; {accepted}"
-    return row[TEXT_FIELD].encode("utf-8", "surrogatepass")
+            return None, f"not UTF-8, it looks like UTF-16; {accepted}, in UTF-8"
+        return None, f"not valid JSON ({error}); {accepted}"
+
+
+def text_of_record(row: Any, column: str, *, strings: bool = False) -> tuple[bytes | None, str]:
+    """The text of a record, or None and what is wrong with it; None and nothing where the text is null.
+
+    strings: a record may be the text itself.
+    """
+    accepted = f"accepted: an object with a string {column!r}" + (", or a string" if strings else "")
+    if strings and isinstance(row, str):
+        return row.encode("utf-8", "surrogatepass"), ""
+    if isinstance(row, dict) and column not in row:
+        return None, f"no field {column!r}; found {', '.join(sorted(row)[:12]) or 'an empty object'}; {CHOOSE_COLUMN}"
+    if not isinstance(row, dict):
+        return None, f"found {_JSON_NAMES.get(type(row), 'null')}; {accepted}"
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        return None, f"{column!r} is {_JSON_NAMES[type(text)]}; {accepted}"
+    return (None if text is None else text.encode("utf-8", "surrogatepass")), ""
 
 
 def _lines_before(path: str, offset: int) -> int:
@@ -184,24 +215,52 @@ def _lines_before(path: str, offset: int) -> int:
     return count
 
 
-def _read_parquet(piece: Piece) -> Iterator[Document]:
+def _read_json(piece: Piece, told: _Told) -> Iterator[Document]:
+    with open(piece.path, "rb") as raw:
+        done = 0
+        try:
+            for number, row in enumerate(values(as_utf8(unpacked(raw, piece.path)))):
+                text, fault = text_of_record(row, piece.column, strings=True)
+                read = raw.tell()
+                place = f"{piece.path}, record {number + 1}"
+                if text is not None:
+                    yield Document(f"{piece.name}:{number + 1}", text, read - done)
+                    done = read
+                else:
+                    told.bad(f"{place}: {fault}") if fault else told.null(place)
+        except JSONError as error:
+            accepted = "accepted: a list of objects or strings, or an object a line; as text under another name"
+            raise DataError(f"data.source: {piece.path}: not valid JSON ({error}); {accepted}") from None
+
+
+def _read_parquet(piece: Piece, told: _Told) -> Iterator[Document]:
     import pyarrow as arrow
 
     try:
-        file = open_parquet(piece.path)
+        file = open_parquet(piece.path, piece.column)
         groups = range(piece.start, file.num_row_groups if piece.stop is None else piece.stop)
         share = Path(piece.path).stat().st_size // max(1, file.metadata.num_rows)
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in file.iter_batches(batch_size=256, columns=[TEXT_FIELD], row_groups=groups):
-            for text in batch.column(0).to_pylist():
+        for batch in file.iter_batches(batch_size=256, columns=[piece.column], row_groups=groups):
+            for text in _binary(batch.column(0)).to_pylist():
                 row += 1
-                if text is not None:
-                    yield Document(f"{piece.name}:{row}", text.encode("utf-8", "surrogatepass"), share)
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
+                if text is None:
+                    told.null(f"{piece.path}, row {row}")
+                else:
+                    yield Document(f"{piece.name}:{row}", text, share)
+    except arrow.ArrowException as error:
         raise DataError(f"data.source: {piece.path}: not a whole Parquet file ({str(error).splitlines()[0]})") from None
 
 
-def open_parquet(path: str) -> Any:
+def _binary(column: Any) -> Any:
+    """Strings as their bytes, which need not be valid UTF-8."""
+    import pyarrow as arrow
+
+    large = arrow.types.is_large_string(column.type)
+    return column.view(arrow.large_binary() if large else arrow.binary())
+
+
+def open_parquet(path: str, column: str = TEXT_COLUMN) -> Any:
     """The opened file, with its text column checked. Raises DataError, or pyarrow's own errors where it is torn."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
@@ -210,54 +269,11 @@ def open_parquet(path: str) -> Any:
         file = parquet.ParquetFile(path)
     except arrow.ArrowException as error:
         raise DataError(f"data.source: {path}: not a whole Parquet file ({str(error).splitlines()[0]})") from None
-    columns = file.schema_arrow.names
-    if TEXT_FIELD not in columns:
-        raise DataError(f"data.source: {path}: the columns are {columns}; accepted: a column {TEXT_FIELD!r}")
-    kind = file.schema_arrow.field(TEXT_FIELD).type
+    schema = file.schema_arrow
+    if column not in schema.names:
+        found = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names)
+        raise DataError(f"data.source: {path}: no column {column!r}; found {found}; {CHOOSE_COLUMN}")
+    kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise DataError(f"data.source: {path}: the column {TEXT_FIELD!r} is {kind}; accepted: a column of strings")
+        raise DataError(f"data.source: {path}: the column {column!r} is {kind}; accepted: a column of strings")
     return file
-
-
-def _unpacked(raw: BinaryIO, path: str) -> BinaryIO:
-    if not is_packed(path):
-        return raw
-    if path.endswith(".gz"):
-        return io.BufferedReader(_Unpacked(raw, lambda: zlib.decompressobj(wbits=31)), _BLOCK)
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"data.source: {path} needs the zstandard package: pip install zstandard") from None
-    return io.BufferedReader(_Unpacked(raw, lambda: zstandard.ZstdDecompressor().decompressobj()), _BLOCK)
-
-
-class _Unpacked(io.RawIOBase):
-    """A stream of what `raw` holds compressed. Raises OSError where the data is damaged or ends in the middle of a
-    member (which the zstandard package's own reader takes for the end of the file)."""
-
-    def __init__(self, raw: BinaryIO, new_member: Callable[[], Any]):
-        self._raw, self._new_member = raw, new_member
-        self._member: Any = None
-        self._packed = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._packed = self._packed or self._raw.read(_BLOCK)
-            if not self._packed:
-                if self._member is not None:
-                    raise OSError("it ends in the middle of its compressed data")
-                return 0
-            self._member = self._member or self._new_member()
-            try:
-                self._ready = self._member.decompress(self._packed)
-            except Exception as error:  # zlib and zstandard have their own, without a common class
-                raise OSError(f"its compressed data is damaged ({error})") from None
-            self._packed = b""
-            if self._member.eof:
-                self._packed, self._member = self._member.unused_data, None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size

@@ -53,7 +53,8 @@ class TokenSet:
     Attributes: n_tokens (end tokens included), n_documents, n_bytes (UTF-8 bytes of all text), vocab_size,
     token_bytes_scale (1.0 where the tokenizer's byte table adds up to n_bytes, as it does for bytes and byte-level
     BPE), fingerprint (of documents and tokenizer: the same text has the same one wherever it lies), tokenizer_name,
-    sources (where each source of a mix lies; one of share 1 without a mix).
+    sources (where each source of a mix lies; one of share 1 without a mix), notes (what was odd with the
+    source, a line each: text that is not UTF-8, what was passed over), split (what of the source was held out).
     """
 
     def __init__(self, *folders: str | Path, shares: Mapping[str, Fraction] | None = None):
@@ -77,6 +78,8 @@ class TokenSet:
             raise DataError(f"{self.folder}: the parts do not add up to the tokens of the manifest")
         self.n_bytes: int = sum(m["n_bytes"] for m in manifests)
         self.token_bytes_scale: float = self.n_bytes / max(1, sum(m["n_token_bytes"] for m in manifests))
+        self.notes: list[str] = list(dict.fromkeys(note for m in manifests for note in m.get("notes", ())))
+        self.split: str = manifests[0].get("split", "")
         self.sources = [MixedSource("all", Fraction(1), 0, self.n_tokens, self.fingerprint)]
         if shares is not None:
             starts = itertools.accumulate((m["n_tokens"] for m in manifests), initial=0)
@@ -202,8 +205,10 @@ class PartWriter:
                 file.close()
 
 
-def write_manifest(folder: Path, tokenizer: Tokenizer, parts: Sequence[dict[str, Any]]) -> None:
-    """Make a token set of parts that are written: this is the last thing to do."""
+def write_manifest(
+    folder: Path, tokenizer: Tokenizer, parts: Sequence[dict[str, Any]], *, notes: Sequence[str] = (), split: str = ""
+) -> None:
+    """Make a token set of parts that are written: this is the last thing to do. notes, split: see `TokenSet`."""
     digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     for part in parts:
         with open(folder / f"{part['name']}.digests", "rb") as file:
@@ -219,6 +224,7 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, parts: Sequence[dict[str,
     manifest |= {
         key: sum(part[key] for part in parts) for key in ("n_tokens", "n_documents", "n_bytes", "n_token_bytes")
     }
+    manifest |= {"notes": list(notes), "split": split}
     manifest["parts"] = [part for part in parts if part["n_documents"]]
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(folder)

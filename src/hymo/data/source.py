@@ -1,21 +1,23 @@
 """Where text comes from: the files behind `data.source`, and how they are shared out among processes."""
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hymo.data.encodings import marked, utf16_without_mark
+from hymo.data.packed import first_bytes, is_packed
 from hymo.data.readers import (
     HUB,
-    UTF16_MARKS,
+    SNIFF_BYTES,
+    TEXT_COLUMN,
     DataError,
     Document,
     OnBad,
     Piece,
-    first_bytes,
-    is_packed,
     kind_of,
     open_parquet,
     read_documents,
@@ -24,7 +26,6 @@ from hymo.data.readers import (
 
 __all__ = ["DataError", "Document", "Piece", "Source", "SourceFile", "open_source", "read_documents"]
 
-_SNIFF_BYTES = 8192
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
@@ -32,7 +33,8 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modul
 class SourceFile:
     """One file, or a data set of the hub (`n_shards` > 0, its version for a time, a size that may be estimated).
 
-    `name` is relative to the folder it was found in, so that moving a folder renames nothing.
+    `name` is relative to the folder it was found in, so that moving a folder renames nothing. `as_text`: it is one text
+    whatever its name says.
     """
 
     path: Path | str
@@ -40,14 +42,20 @@ class SourceFile:
     size: int
     mtime_ns: int
     n_shards: int = 0
+    as_text: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "text" if self.as_text else kind_of(self.path)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source, in the order in which their documents are read."""
+    """The files of a source, in the order in which their documents are read; the column of records that is the text."""
 
     files: tuple[SourceFile, ...]
     described: str
+    column: str = TEXT_COLUMN
 
     @property
     def n_bytes(self) -> int:
@@ -59,19 +67,21 @@ class Source:
         for file in self.files:
             line = f"{file.path}\0{file.name}\0{file.size}\0{file.mtime_ns}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
+        if self.column != TEXT_COLUMN:
+            digest.update(self.column.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
     def documents(self, on_bad: OnBad | None = None) -> Iterator[Document]:
         """All documents that are not empty. Raises DataError for a file that cannot be read."""
         for file in self.files:
-            yield from read_piece(Piece(str(file.path), file.name), on_bad)
+            yield from read_piece(Piece(str(file.path), file.name, column=self.column, as_text=file.as_text), on_bad)
 
     def units(self, unit_bytes: int) -> list[list[Piece]]:
         """The source in parts of about `unit_bytes`, in order: small files together, large JSONL and Parquet cut."""
         units: list[list[Piece]] = []
         filled = 0
         for file in self.files:
-            for piece, size in _pieces_of(file, unit_bytes):
+            for piece, size in _pieces_of(file, self.column, unit_bytes):
                 if not units or filled + size > unit_bytes:
                     units.append([])
                     filled = 0
@@ -80,32 +90,32 @@ class Source:
         return units
 
 
-def _pieces_of(file: SourceFile, unit_bytes: int) -> Iterator[tuple[Piece, int]]:
-    path, kind = str(file.path), kind_of(file.path)
-    if kind == "hub":
+def _pieces_of(file: SourceFile, column: str, unit_bytes: int) -> Iterator[tuple[Piece, int]]:
+    whole = Piece(str(file.path), file.name, column=column, as_text=file.as_text)
+    if file.kind == "hub":
         for shard in range(file.n_shards):
-            yield Piece(path, file.name, shard, shard + 1), file.size // file.n_shards
-    elif file.size <= unit_bytes or is_packed(path) or kind == "text":
-        yield Piece(path, file.name), file.size
-    elif kind == "jsonl":
+            yield whole._replace(start=shard, stop=shard + 1), file.size // file.n_shards
+    elif file.size <= unit_bytes or is_packed(whole.path) or file.kind in ("text", "json"):
+        yield whole, file.size
+    elif file.kind == "jsonl":
         for start in range(0, file.size, unit_bytes):
             stop = min(start + unit_bytes, file.size)
-            yield Piece(path, file.name, start, stop), stop - start
+            yield whole._replace(start=start, stop=stop), stop - start
     else:
-        groups = open_parquet(path).num_row_groups
+        groups = open_parquet(whole.path, column).num_row_groups
         step = max(1, groups * unit_bytes // file.size)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            yield Piece(path, file.name, start, stop), file.size * (stop - start) // groups
+            yield whole._replace(start=start, stop=stop), file.size * (stop - start) // groups
 
 
-def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False) -> Source:
+def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False, column: str = TEXT_COLUMN) -> Source:
     """Find the files behind `data.source`: paths of files and folders, or None for this Python's standard library.
 
-    hub: names of data sets of the hub are accepted too.
+    hub: names of data sets of the hub are accepted too. column: where JSONL, JSON, Parquet and the hub have the text.
 
-    Folders are walked in sorted order; hidden files, caches and binary files in them are passed over. A file that is
-    named itself is always taken.
+    Folders are walked in sorted order; hidden files, caches and binary files in them are passed over, and .json files
+    that hold no records are text. A file that is named itself is always taken.
     """
     if entries is None:
         return _standard_library()
@@ -116,10 +126,12 @@ def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False) -> S
     files: list[SourceFile] = []
     for entry in entries:
         try:
-            files.extend([_of_hub(str(entry))] if hub and str(entry).startswith(HUB) else _files_of(str(entry)))
+            files.extend(
+                [_of_hub(str(entry), column)] if hub and str(entry).startswith(HUB) else _files_of(str(entry), column)
+            )
         except OSError as error:
             raise DataError(f"data.source: cannot read {str(entry)!r}: {error.strerror or error}") from None
-    return Source(tuple(files), ", ".join(str(entry) for entry in entries))
+    return Source(tuple(files), ", ".join(str(entry) for entry in entries), column)
 
 
 def check_unchanged(source: Source) -> None:
@@ -133,19 +145,19 @@ def check_unchanged(source: Source) -> None:
         status = path.stat() if path.exists() else None
         size, mtime_ns = (status.st_size, status.st_mtime_ns) if status else (-1, -1)
         now.append(replace(file, size=size, mtime_ns=mtime_ns))
-    if Source(tuple(now), source.described).fingerprint() != source.fingerprint():
+    if replace(source, files=tuple(now)).fingerprint() != source.fingerprint():
         raise DataError(f"data.source: {source.described} changed while it was read; start again when it rests")
 
 
-def _of_hub(entry: str) -> SourceFile:
+def _of_hub(entry: str, column: str) -> SourceFile:
     from hymo.data.hub import describe
 
-    found = describe(entry)
+    found = describe(entry, column)
     version = int.from_bytes(hashlib.blake2b(found.version.encode(), digest_size=8).digest(), "little")
     return SourceFile(found.path, entry, found.n_bytes, version, found.n_shards)
 
 
-def _files_of(entry: str) -> list[SourceFile]:
+def _files_of(entry: str, column: str) -> list[SourceFile]:
     if entry.startswith(HUB):
         raise DataError(
             f"data.source: {entry!r} is a data set of the hub; accepted: hymo data build {entry} --out DIR, then DIR"
@@ -156,7 +168,8 @@ def _files_of(entry: str) -> list[SourceFile]:
     if not path.exists():
         raise DataError(f"data.source: {entry!r} does not exist; accepted: files or folders of text, .jsonl, .parquet")
     if path.is_dir():
-        found = [file for file in _walk(path) if _is_readable_kind(Path(file.path))]
+        walked = [_as_found(file, column) for file in _walk(path)]
+        found = [file for file in walked if file.kind != "text" or _is_text(Path(file.path))]
         if not found:
             raise DataError(f"data.source: the folder {entry!r} holds no text; accepted: text files, .jsonl, .parquet")
         return found
@@ -197,12 +210,44 @@ def _describe(path: Path, name: str) -> SourceFile:
     return SourceFile(path.absolute(), name, status.st_size, status.st_mtime_ns)
 
 
-def _is_readable_kind(path: Path) -> bool:
-    """Files found in a folder are text when their first 8 KiB hold no zero byte (the rule of git and grep)."""
-    if kind_of(path) != "text":
-        return True
+def _as_found(file: SourceFile, column: str) -> SourceFile:
+    """A file of a folder: .json is text unless it begins with a record, since folders of code are full of others."""
+    if file.kind != "json":
+        return file
+    return replace(file, as_text=not _begins_with_record(_head(Path(file.path)), column))
+
+
+def _begins_with_record(head: bytes, column: str) -> bool:
+    """Whether a .json file begins with an object that has the column, or with a list of such or of strings."""
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    first = text.removeprefix("[").lstrip()
+    if text.startswith("[") and first.startswith('"'):
+        return len(head) == SNIFF_BYTES or _is_list_of_strings(text)
     try:
-        head = first_bytes(path, _SNIFF_BYTES)
+        row, _ = json.JSONDecoder().raw_decode(first)
+        return isinstance(row, dict) and column in row
+    except (ValueError, RecursionError):  # it may be longer than what was read
+        return len(head) == SNIFF_BYTES and first.startswith("{") and f"{json.dumps(column)}:" in first.replace(" ", "")
+
+
+def _is_list_of_strings(text: str) -> bool:
+    try:
+        return all(isinstance(one, str) for one in json.loads(text))
+    except ValueError:
+        return False
+
+
+def _is_text(path: Path) -> bool:
+    """Files found in a folder are text when their first 8 KiB hold no zero byte (the rule of git and grep).
+
+    UTF-16 has such bytes: it is text too, read where a mark says what it is, refused by name where none does.
+    """
+    head = _head(path)
+    return marked(head) is not None or b"\0" not in head or utf16_without_mark(head) is not None
+
+
+def _head(path: Path) -> bytes:
+    try:
+        return first_bytes(path, SNIFF_BYTES)
     except OSError as error:
-        raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror}") from None
-    return head.startswith(UTF16_MARKS) or b"\0" not in head
+        raise DataError(f"data.source: cannot read {str(path)!r}: {error.strerror or error}") from None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hymo.data.bpe import in_pieces, tiktoken_of
+from hymo.data.bpe import in_pieces, tiktoken_of, without_long_runs
 from hymo.data.readers import DataError
 
 Ids = npt.NDArray[np.uint32]
@@ -67,8 +67,9 @@ class FileTokenizer:
     """A tokenizer file of the `tokenizers` library. Bytes that are not UTF-8 become U+FFFD before encoding.
 
     Texts over MOST_AT_ONCE characters are encoded in pieces, cut after line ends (else before a space), so that a huge
-    text takes no huge memory. fast: encode with tiktoken where it is installed and the file is a plain byte-level BPE
-    (`fast` then reads True); one text in CHECKED_EVERY is encoded both ways and compared.
+    text takes no huge memory; runs of over LONGEST_RUN characters without a space are cut, so that none takes a huge
+    time. fast: encode with tiktoken where it is installed and the file is a plain byte-level BPE (`fast` then reads
+    True); one text in CHECKED_EVERY is encoded both ways and compared.
     """
 
     def __init__(self, path: str | Path, end_token: str | None = None, *, fast: bool = False):
@@ -106,7 +107,10 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        pieces = [in_pieces(_as_text(text), MOST_AT_ONCE) for text in texts]
+        pieces = [
+            [part for piece in in_pieces(_as_text(text), MOST_AT_ONCE) for part in without_long_runs(piece)]
+            for text in texts
+        ]
         flat = iter(self._encode([piece for group in pieces for piece in group]))
         return [next(flat) if len(group) == 1 else np.concatenate([next(flat) for _ in group]) for group in pieces]
 

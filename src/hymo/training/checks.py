@@ -59,6 +59,10 @@ def check_data(config: HyMoConfig, data: TokenData, log: Log) -> None:
         f"data: {count(train.n_tokens)} tokens in {train.n_documents:,} documents, {held_out} held out; {left} tokens "
         "at the end of an epoch are left over"
     )
+    if train.split not in ("", "whole documents"):
+        log.line(f"held out: {train.split}")
+    for note in dict.fromkeys(note for one in (train, *data.val.values()) for note in one.notes):
+        log.warn(f"data: {note}")
 
 
 def check_deal(config: HyMoConfig, deal: Deal, log: Log) -> None:
