@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hymo.kernels import attention
 from hymo.kernels.recurrence import HAS_TRITON
@@ -41,6 +43,60 @@ def test_gradients_and_counts_are_those_without(mode, small_model, packed_batch)
     assert torch.equal(counts, counts_again)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     assert kept_again < 0.7 * kept
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the results of operators that are still held by anything: each storage once, views not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def n_bytes(self):
+        return sum(n for held, n in self.storages.values() if not held.expired())
+
+
+def test_eager_checkpointing_frees_memory_and_counts_once(small_model, packed_batch):
+    """Loss, gradients and expert counts as without; what autograd saves, and all that lives to the backward pass, shrink.
+
+    `selective` hands autograd no more than `block` does, and keeps more: the results that it does not compute again.
+    """
+    model = small_model().train()
+    tokens, doc_ids, labels = packed_batch(batch=2, length=128)
+    found = {}
+    for mode in ("none", "selective", "block"):
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNetBlock | MLABlock):
+                module.checkpointing = mode
+        model.zero_grad()
+        saved = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t,
+            lambda t: t,
+        )
+        with Alive() as alive, hooks:
+            out = model(tokens, doc_ids_BL=doc_ids, labels_KBT=labels)
+        kept = alive.n_bytes()
+        out.ce_sum_K.sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found[mode] = (out.ce_sum_K.detach(), grads, out.expert_counts_NE, sum(saved.values()), kept)
+    loss, grads, counts, saved, kept = found["none"]
+    assert counts.sum() == 2 * 2 * 128 * 2  # expert layers x rows x tokens x experts of a token
+    for mode in ("selective", "block"):
+        assert torch.equal(found[mode][0], loss)
+        assert all(torch.equal(found[mode][1][name], grad) for name, grad in grads.items())
+        assert torch.equal(found[mode][2], counts)
+        assert found[mode][3] < 0.5 * saved
+    assert found["block"][4] < 0.5 * found["selective"][4]
+    assert found["selective"][4] < 0.75 * kept
 
 
 def test_it_goes_with_compile(small_model, packed_batch):
