@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,7 +65,7 @@ class Alive(TorchDispatchMode):
 
 
 def test_eager_checkpointing_frees_memory_and_counts_once(small_model, packed_batch):
-    """Loss, gradients and expert counts as without; what autograd saves, and all that lives to the backward pass, shrink.
+    """Loss, gradients and counts as without; what autograd saves, and all that lives to the backward pass, shrink.
 
     `selective` hands autograd no more than `block` does, and keeps more: the results that it does not compute again.
     """
