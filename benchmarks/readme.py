@@ -1,4 +1,4 @@
-"""Run ``hymo train`` for real and paste its output between the markers of README.md.
+"""Run ``hymo train`` for real and paste its output between the markers of docs/quickstart.md.
 
 python benchmarks/readme.py
 """
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "quickstart.md"
 BEGIN = "<!-- output of `hymo train`, pasted by benchmarks/readme.py: begin -->"
 END = "<!-- end -->"
 
@@ -34,9 +34,9 @@ def main() -> None:
     block = (
         f"{BEGIN}\n```\n$ hymo train\n{text}\n```\n{seconds:.0f} s in all ({where}, token shards built anew).\n{END}"
     )
-    readme = README.read_text(encoding="utf-8")
-    README.write_text(
-        re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, readme, flags=re.DOTALL), encoding="utf-8"
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(
+        re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, page, flags=re.DOTALL), encoding="utf-8"
     )
     print(block)
 

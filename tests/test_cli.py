@@ -37,8 +37,12 @@ def test_help_answers_within_a_second_without_torch():
             "training.fused_gdn: found true on cpu",
         ),
         (["generate", "no_such_run", "x"], "no_such_run: no such run or checkpoint"),
-        (["keys", "modle"], "found section 'modle'"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--modle.dim=3"], "did you mean model?"),
+        (["keys", "modle"], "found 'modle'; did you mean model? accepted: model, optimizer"),
+        (["trian"], "found 'trian'; did you mean train? accepted: train, eval"),
+        (["data", "buidl", "x"], "found 'buidl'; did you mean build? accepted: build, inspect"),
+        (["bench", "recurence"], "did you mean recurrence?"),
+        (["completion", "csh"], "found 'csh'; did you mean zsh? accepted: bash, zsh, fish"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_with_exit_2(words, expected, tmp_path, monkeypatch, capsys):

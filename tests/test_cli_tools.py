@@ -16,6 +16,7 @@ import torch
 from hymo import doctor
 from hymo.cli import build_parser, main, split_overrides
 from hymo.cli_tools import EXAMPLES, EXIT_CODES, completion_script, parsers_of
+from hymo.config_io import shipped_configs
 from hymo.errors import HyMoError, NotFiniteError
 
 VERBS = [name for name, _ in parsers_of(build_parser())]
@@ -23,11 +24,13 @@ VERBS = [name for name, _ in parsers_of(build_parser())]
 
 def test_every_verb_has_examples_in_its_help(capsys):
     assert set(EXAMPLES) == set(VERBS)
-    for name in ("train", "data build", "average"):
+    for name in VERBS:
         with pytest.raises(SystemExit) as stop:
             main([*name.split(), "--help"])
         assert stop.value.code == 0
-        assert f"examples:\n  hymo {name}" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"examples:\n  {EXAMPLES[name][0]}" in printed
+        assert f"hymo {name}" in printed.split("examples:")[1]
 
 
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
@@ -58,7 +61,7 @@ def test_exit_codes_are_in_the_help_and_the_docs(capsys):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_names_verbs_options_and_keys_and_is_a_script_of_the_shell(shell, tmp_path):
     script = completion_script(shell)
-    for word in ("average", "init-from", "optimizer.muon_lr"):
+    for word in ("average", "init-from", "optimizer.muon_lr", "hymo_750m"):
         assert word in script, word
     if shutil.which(shell):
         (tmp_path / "script").write_text(script)
@@ -66,7 +69,7 @@ def test_completion_names_verbs_options_and_keys_and_is_a_script_of_the_shell(sh
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-def test_bash_completes(tmp_path):
+def test_bash_completes(tmp_path, monkeypatch):
     (tmp_path / "script").write_text(completion_script("bash"))
 
     def complete(line):
@@ -84,6 +87,12 @@ def test_bash_completes(tmp_path):
     assert complete("hymo completion ") == ["bash", "zsh", "fish"]
     assert "--scheduler.total_steps" in complete("hymo train --scheduler.t")
     assert complete("hymo data bu") == ["build"]
+    shipped = {path.stem for path in shipped_configs().glob("*.yaml")}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tin.yaml").touch()
+    assert set(complete("hymo train ")) >= {*shipped, "tin.yaml"}
+    assert complete("hymo plan hymo_7") == ["hymo_750m"]
+    assert set(complete("hymo bench train tin")) == {"tiny", "tin.yaml"}
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

@@ -2,11 +2,13 @@
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import hymo
+from hymo.cli import build_parser, split_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -38,6 +40,37 @@ def test_architecture_page_names_every_source_file_and_no_other():
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
     files = {str(p.relative_to(ROOT / "src" / "hymo")) for p in (ROOT / "src" / "hymo").rglob("*.py")}
     assert named == {f for f in files if not f.endswith("__init__.py")} | {"__init__.py"}
+
+
+def test_commands_of_the_readme_are_commands_and_the_essentials_come_first():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^(?:torchrun .* -m )?(hymo [^#\n]*)", page, flags=re.MULTILINE)
+    assert len(lines) > 12
+    for line in lines:
+        plain, _ = split_overrides(shlex.split(line)[1:])
+        build_parser().parse_args(plain)
+    first = page.split("![")[0]  # what is to be read before the pictures
+    assert len(first.splitlines()) <= 60
+    for word in (
+        "pip install",
+        "hymo train",
+        "data build",
+        "report",
+        "branch",
+        "export",
+        "from_pretrained",
+        "generate",
+    ):
+        assert word in first
+
+
+def test_extras_are_named_where_one_installs():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in ("README.md", "docs/quickstart.md"):
+        install = (ROOT / page).read_text(encoding="utf-8").split("## Install")[1].split("\n## ")[0]
+        assert all(f"`{extra}`" in install for extra in extras), page
 
 
 def test_every_public_name_can_be_imported():

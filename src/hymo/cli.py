@@ -47,12 +47,26 @@ class Parser(argparse.ArgumentParser):
         print(f"hymo: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """As argparse's, which lists what is accepted, with the nearest of it."""
+        if action.choices is None or value in action.choices:
+            return
+        raise argparse.ArgumentError(action, not_among(str(value), [str(choice) for choice in action.choices]))
+
     def refuse_unknown(self, word: str) -> None:
         options = [s for action in self._actions for s in action.option_strings if s.startswith("--")]
         near = difflib.get_close_matches(word, options, 1)
         self.error(
             f"{word}: no such argument; " + (f"did you mean {near[0]}?" if near else "accepted: " + ", ".join(options))
         )
+
+
+def not_among(found: str, accepted: Sequence[str]) -> str:
+    """What is said of a word that is none of those accepted."""
+    near = difflib.get_close_matches(found, accepted, 1)
+    if near:
+        return f"found {found!r}; did you mean {near[0]}? accepted: {', '.join(accepted)}"
+    return f"found {found!r}; accepted: {', '.join(accepted)}"
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +156,9 @@ def build_parser() -> Parser:
     look.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
     look.set_defaults(run=run_data_inspect, parser=look)
 
-    inspect = verbs.add_parser("inspect", help="what a checkpoint holds, whether it is whole, and from which run it is")
+    inspect = verbs.add_parser(
+        "inspect", help="what a checkpoint holds, from which run it is; exit code 2 if it is damaged"
+    )
     inspect.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a run folder for its newest whole one")
     inspect.set_defaults(run=run_inspect, parser=inspect)
 
@@ -333,11 +349,17 @@ def run_data_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def run_inspect(args: argparse.Namespace, overrides: list[str]) -> int:
-    from hymo.checkpoint import store
+    from hymo.checkpoint.manifest import damaged, inspected
     from hymo.runs import find_checkpoint
 
     no_overrides(overrides, "inspect")
-    print(store.inspect(find_checkpoint(args.checkpoint)))
+    checkpoint = find_checkpoint(args.checkpoint)
+    text, faults = inspected(checkpoint)
+    print(text)
+    if faults:
+        raise HyMoError(f"{checkpoint} is damaged: {'; '.join(faults)}")
+    if others := damaged(args.checkpoint):
+        raise HyMoError(f"damaged: {', '.join(map(str, others))}; accepted: {checkpoint}, the newest whole one")
     return 0
 
 
@@ -354,7 +376,7 @@ def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
 
     no_overrides(overrides, "keys")
     if args.section is not None and args.section not in SECTIONS:
-        raise HyMoError(f"keys: found section {args.section!r}; accepted: {', '.join(SECTIONS)}")
+        raise HyMoError(f"keys: {not_among(args.section, list(SECTIONS))}")
     for key, accepted, default, meaning in describe_keys([args.section] if args.section else SECTIONS):
         print(f"--{key:<38} {accepted}  [{default}]\n    {meaning}")
     return 0

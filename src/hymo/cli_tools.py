@@ -50,8 +50,14 @@ EXAMPLES = {
     ),
     "bench": ("hymo bench recurrence", "hymo bench optimizer", "hymo bench train --steps 20"),
     "bench train": ("hymo bench train hymo_750m --steps 20 --trace trace.json",),
-    "bench recurrence": ("hymo bench recurrence --help",),
-    "bench optimizer": ("hymo bench optimizer --help",),
+    "bench recurrence": (
+        "hymo bench recurrence                                  forward and backward beside what else is installed",
+        "hymo bench recurrence --shape 4,4096,40,32,32 1,1024,8,32,32 --dtype bfloat16",
+    ),
+    "bench optimizer": (
+        "hymo bench optimizer                                   one step beside what else is installed",
+        "hymo bench optimizer --sets bench --only hymo torch --repeats 20",
+    ),
     "keys": ("hymo keys", "hymo keys scheduler"),
     "doctor": ("hymo doctor",),
     "completion": (
@@ -77,9 +83,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"exit codes:\n{codes}\n\nhymo VERB --help has examples."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, verb in parsers_of(parser):
-        lines = "\n".join(f"  {line}" for line in EXAMPLES.get(name, ()))
-        verb.epilog = "\n\n".join(part for part in (verb.epilog, f"examples:\n{lines}" if lines else "") if part)
-        verb.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_examples(verb, name)
+
+
+def add_examples(parser: argparse.ArgumentParser, name: str) -> None:
+    """The examples of a verb at the end of its help."""
+    lines = "\n".join(f"  {line}" for line in EXAMPLES.get(name, ()))
+    parser.epilog = "\n\n".join(part for part in (parser.epilog, f"examples:\n{lines}" if lines else "") if part)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def parsers_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -114,8 +125,9 @@ def completion_script(shell: str) -> str:
 
     from hymo.cli import build_parser
     from hymo.config import SECTIONS
-    from hymo.config_io import describe_keys
+    from hymo.config_io import describe_keys, shipped_configs
 
+    configs = " ".join(sorted(path.stem for path in shipped_configs().glob("*.yaml")))
     parser = build_parser()
     keys = [(f"--{key}", meaning.splitlines()[0]) for key, _, _, meaning in describe_keys(SECTIONS)]
     for name, verb in parsers_of(parser):
@@ -123,13 +135,35 @@ def completion_script(shell: str) -> str:
             for key, meaning in keys:
                 verb.add_argument(key, help=meaning.replace("%", "%%"))
         for action in verb._actions:
-            _complete_files(action, shtab)
-    return str(shtab.complete(parser, shell=shell))
+            _complete_files(action, shtab, configs)
+    preamble = _CONFIG_FUNCTION.get(shell, "").replace("CONFIGS", configs)
+    return str(shtab.complete(parser, shell=shell, preamble=preamble))
 
 
-def _complete_files(action: argparse.Action, shtab: Any) -> None:
+# What completes a configuration, by shell: a shipped name, or a file.
+_CONFIG_FUNCTION = {
+    "bash": """
+_hymo_configs() {
+  compgen -W "CONFIGS" -- $1
+  compgen -f -- $1
+}
+""",
+    "zsh": """
+_hymo_configs() {
+  _alternative "shipped:shipped configuration:(CONFIGS)" "files:file:_files"
+}
+""",
+}
+
+
+def _complete_files(action: argparse.Action, shtab: Any, configs: str) -> None:
     """Arguments that are files or folders are completed as such; what they are called says which."""
+    if action.metavar == "CONFIG":
+        files = f"{configs} {shtab.FILE['fish']}" if "fish" in shtab.FILE else configs
+        by_shell = {"bash": "_hymo_configs", "zsh": "_hymo_configs", "fish": files}
+        action.complete = by_shell  # type: ignore[attr-defined]
+        return
     if action.metavar in ("RUN", "CKPT", "DIR"):
         action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif action.metavar in ("CONFIG", "FILE", "FILE.html", "PATH", "SOURCE", "TASK"):
+    elif action.metavar in ("FILE", "FILE.html", "PATH", "SOURCE", "TASK"):
         action.complete = shtab.FILE  # type: ignore[attr-defined]

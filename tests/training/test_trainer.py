@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -367,7 +368,9 @@ def test_a_branch_decays_from_the_stable_phase_and_says_what_differs(finished, s
     ]
     out = hymo(*words, capsys=capsys).out
     assert "optimizer.adamw_lr: 0.003 -> 0.001" in out
-    assert "resumed from" in out
+    assert f"training it now; after a stop it goes on by: hymo train --run-dir {tmp_path / 'b'} --resume" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("resumed from")]
+    assert line.endswith(f"branch: weights and optimizer state of {run_dir}, another schedule, optimizer.adamw_lr")
     table = rows(tmp_path / "b")
     assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
     parent = rows(run_dir)
@@ -378,6 +381,16 @@ def test_a_branch_decays_from_the_stable_phase_and_says_what_differs(finished, s
     assert "accepted: a checkpoint of the stable phase" in refused.err
     refused = hymo("branch", str(run_dir), "--at", "4", code=2, capsys=capsys)
     assert "neither or both of --decay and --extend" in refused.err
+
+
+def test_a_branch_that_is_only_made_says_how_to_train_it(finished, tmp_path, capsys):
+    run_dir, _ = finished
+    new = tmp_path / "a new one"
+    words = ["branch", str(run_dir), "--at", "4", "--decay", "2", "--create-only", "--run-dir", str(new)]
+    last = hymo(*words, capsys=capsys).out.splitlines()[-1]
+    assert last == f"next: hymo train --run-dir '{new}' --resume"
+    hymo(*shlex.split(last)[2:], capsys=capsys)
+    assert rows(new)[-1]["step"] == 6
 
 
 def test_an_extended_run_repeats_the_rates_before_the_old_decay(finished, tmp_path, capsys):
@@ -407,6 +420,9 @@ def test_a_branch_on_other_data_starts_at_its_beginning(finished, tmp_path, caps
     ]
     out = hymo(*words, capsys=capsys).out
     assert "data.source:" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("resumed from")]
+    assert line.endswith("another schedule, other text, from its start")
+    assert "bitwise" not in out
     assert store.read_manifest(store.latest(tmp_path / "b")).meta["position"] == 2 * 4
 
 
@@ -695,6 +711,24 @@ def test_damaged_checkpoints_are_said_and_never_begun_over(finished, capsys):
     refused = hymo("train", "--run-dir", str(run_dir), "--resume", code=2, capsys=capsys)
     assert "all damaged" in refused.err
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_inspect_ends_with_2_where_a_checkpoint_is_damaged(finished, capsys):
+    run_dir, _ = finished
+    hymo("inspect", str(run_dir), capsys=capsys)
+    older, newest = sorted(store.list_checkpoints(run_dir), key=lambda path: store.read_manifest(path).step)[-2:]
+    (file,) = older.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)  # of the same size
+    said = hymo("inspect", str(older), code=2, capsys=capsys)
+    assert "whole       NO: __0_0.distcp has another SHA-256" in said.out
+    assert f"hymo: {older} is damaged: __0_0.distcp has another SHA-256" in said.err
+    hymo("inspect", str(newest), capsys=capsys)
+    file.write_bytes(content[:-9])
+    said = hymo("inspect", str(run_dir), code=2, capsys=capsys)
+    assert "whole       yes" in said.out
+    assert f"hymo: damaged: {older}; accepted: {newest}, the newest whole one" in said.err
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused_by_name(finished, capsys):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hymo.cli_tools import add_examples
 from hymo.optim.cautious_adamw import CautiousAdamW
 from hymo.optim.normuon import NorMuon
 
@@ -200,9 +201,13 @@ def model_set(experts: str, device: str, repeats: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hymo bench optimizer", description=__doc__.split("\n")[0])
-    parser.add_argument("--sets", nargs="+", choices=("bench", "hymo", "experts"), default=["bench", "hymo", "experts"])
+    sets = ("bench", "hymo", "experts")
+    parser.add_argument(
+        "--sets", nargs="+", choices=sets, default=list(sets), help="bench: a set of matrices, with peers"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="contestants whose name contains one of these")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="steps that are timed (default: 10)")
+    add_examples(parser, "bench optimizer")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU: a few small matrices stand in for the set"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hymo.bench.recurrence_cases import relative_error
+from hymo.cli_tools import add_examples
 from hymo.kernels.recurrence import Backend, gated_recurrence
 
 Op = Callable[..., Tensor]
@@ -261,7 +262,9 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = (__doc__ or "").split("\n\n")[0]
-    return run(build_parser(argparse.ArgumentParser("hymo bench recurrence", description=description)).parse_args(argv))
+    parser = build_parser(argparse.ArgumentParser("hymo bench recurrence", description=description))
+    add_examples(parser, "bench recurrence")
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

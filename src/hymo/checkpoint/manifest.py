@@ -251,6 +251,11 @@ def sweep(run_dir: Path) -> None:
 
 def inspect(path: str | os.PathLike, *, hashes: bool = True) -> str:
     """What is in a checkpoint, whether it is whole, and from which config, as plain text. Reads no tensor."""
+    return inspected(path, hashes=hashes)[0]
+
+
+def inspected(path: str | os.PathLike, *, hashes: bool = True) -> tuple[str, list[str]]:
+    """What `inspect` says, and what is wrong with the checkpoint's files."""
     path = Path(path)
     manifest = read_manifest(path)
     found = faults(path, manifest, hashes=hashes)
@@ -274,7 +279,7 @@ def inspect(path: str | os.PathLike, *, hashes: bool = True) -> str:
         else:
             text = json.dumps(value)
             lines.append(f"{key:<11} {text if len(text) <= 100 else text[:97] + '...'}")
-    return "\n".join(lines)
+    return "\n".join(lines), found
 
 
 # --- small file work ---

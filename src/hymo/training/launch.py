@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +208,9 @@ def branch(
         print(f"warm-up, stable, decay: {about.before} -> {about.after}")
         for key, (old, new) in about.differences.items():
             print(f"{key}: {old} -> {new}")
+    goes_on = f"hymo train --run-dir {shlex.quote(str(made))} --resume"
+    if reduce.is_main():
+        print(f"next: {goes_on}" if create_only else f"training it now; after a stop it goes on by: {goes_on}")
     if create_only:
         return 0
     path = made / CONFIG

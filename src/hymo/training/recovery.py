@@ -14,7 +14,7 @@ import torch
 
 import hymo
 from hymo.checkpoint import store
-from hymo.checkpoint.branch import read_branch
+from hymo.checkpoint.branch import Branch, read_branch
 from hymo.checkpoint.manifest import Manifest, refuse_weights_only
 from hymo.config import HyMoConfig
 from hymo.config_io import to_dict
@@ -104,8 +104,7 @@ def restore(
     manifest = store.read_manifest(checkpoint)
     refuse_weights_only(checkpoint, manifest)
     before = manifest.meta
-    branched = read_branch(run_dir) if run_dir is not None else None
-    at_branch = branched is not None and (branched.step, branched.attempt) == (manifest.step, manifest.attempt)
+    at_branch = branched_at(run_dir, manifest) is not None
     if not at_branch:
         try:
             optimizers.check_settings(before["optimizer_settings"])
@@ -124,6 +123,12 @@ def restore(
     return progress, manifest
 
 
+def branched_at(run_dir: Path | None, manifest: Manifest) -> Branch | None:
+    """What a run says of its branching, if this checkpoint is the one that it began from."""
+    branch = read_branch(run_dir) if run_dir is not None else None
+    return branch if branch and (branch.step, branch.attempt) == (manifest.step, manifest.attempt) else None
+
+
 def rewind(checkpoint: Path, model: HyMo, optimizers: Optimizers, progress: Progress) -> None:
     """Back to a checkpoint after a spike, leaving out the data read since: attempts and data position go on."""
     manifest = store.load(checkpoint, tensors(model, optimizers))
@@ -137,6 +142,13 @@ ROUNDING_KEYS = (
     "activation_checkpointing",
 )  # fmt: skip
 """Keys of ``training`` that a resumed run may change and that change the order of sums."""
+
+
+def said_of_branch(branch: Branch, *, same_data: bool) -> str:
+    """What a run that begins at its branch goes on with."""
+    changed = [key for key in branch.differences if not key.startswith(("scheduler.", "data."))]
+    new = ["another schedule", *([] if same_data else ["other text, from its start"]), *changed]
+    return f"branch: weights and optimizer state of {branch.parent}, {', '.join(new)}"
 
 
 def said_of_bits(before: Mapping[str, Any], config: HyMoConfig, device: torch.device) -> str:

@@ -295,7 +295,11 @@ class Trainer:
         self._restart_stream()
         self.last_checkpoint, self._saved_moment = checkpoint, self.progress.moment
         self._resumed_from = checkpoint.name
-        how = recovery.said_of_bits(manifest.meta, self.config, self.device)
+        if branch := recovery.branched_at(self.run_dir, manifest):
+            same_data = manifest.meta["data_fingerprint"] == self.data.train.fingerprint
+            how = recovery.said_of_branch(branch, same_data=same_data)
+        else:
+            how = recovery.said_of_bits(manifest.meta, self.config, self.device)
         self.log.line(f"resumed from {checkpoint}: update {self.step}, attempt {self.progress.attempt}; {how}")
 
     def init_from(self, path: str | Path) -> None:
