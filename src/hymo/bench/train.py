@@ -28,6 +28,7 @@ from hymo.models.gdn import GatedDeltaNetBlock
 from hymo.models.mla import MLABlock
 from hymo.models.model import HyMo, LMHead
 from hymo.models.mtp import MTPDepth
+from hymo.observe.metrics import memory_bytes
 from hymo.observe.units import count, size
 from hymo.plan import part_flops
 from hymo.training.trainer import Trainer
@@ -73,7 +74,7 @@ def measure(config: HyMoConfig, *, steps: int, trace: Path | None = None) -> Tra
     late = times[len(times) // 2 :]
     step_s = statistics.median(late)
     tokens_per_s = config.tokens_per_step / step_s
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = memory_bytes(device).get("memory_peak", 0)
     parts, profiled = _profile(trainer, trace)
     mfu = None if trainer.peak_flops is None else tokens_per_s * trainer.flops_per_token / trainer.peak_flops
     trainer.stream().close()
@@ -225,5 +226,8 @@ def print_result(config: HyMoConfig, r: TrainBench) -> None:
             limit = f"{flops[part] * config.tokens_per_step / peak * 1e3:,.1f}"
         table.add_row(part, f"{seconds * 1e3:,.1f}", f"{seconds / r.profiled_step_s:.1%}", limit)
     idle = max(0.0, r.profiled_step_s - busy)
-    table.add_row("idle", f"{idle * 1e3:,.1f}", f"{idle / r.profiled_step_s:.1%}", "")
+    on_gpu = torch.cuda.is_available()
+    table.add_row(
+        "idle" if on_gpu else "outside of operators", f"{idle * 1e3:,.1f}", f"{idle / r.profiled_step_s:.1%}", ""
+    )
     console.print(table)
