@@ -1,5 +1,6 @@
-"""Whole runs of the tiny configuration on several processes against one: losses, parameters, gate biases, routing.
+"""Whole runs on several processes against one: losses, parameters, gate biases, routing.
 
+The tiny configuration with one block of each kind: recurrence, attention with experts, MTP.
 In float64 a run is the same on any number of processes. In float32 it is the same up to what rounding alone does: one
 process with micro-batches of another size differs as much (3e-5 to 6e-5 of a tensor's norm after 20 updates, since
 orthogonalization gives small singular values, which are rounding, the weight of large ones; the losses by 5e-7).
@@ -25,7 +26,7 @@ from hymo.training.trainer import Trainer
 STEPS = 20  # of the 300 that the configuration has, at its rates
 FLAGS = [
     "--training.device=cpu", "--training.seq_len=24", "--training.global_batch_size=16", "--model.vocab_size=257",
-    "--training.fsdp_mixed_precision=float32",
+    "--training.fsdp_mixed_precision=float32", "--model.n_layers=2", "--model.mtp_depth=1", "--model.mtp_weights=[0.3]",
 ]  # fmt: skip
 
 
