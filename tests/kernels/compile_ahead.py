@@ -22,8 +22,9 @@ from hymo.kernels import triton_backward, triton_forward
 from hymo.kernels.triton_common import LAUNCHES
 
 COMMON = {"D": 32, "S": 32, "BD": 32, "BS": 32, "BT": 16, "MASK": False, "SPLIT": True, "PRECISION": "tf32"}
-FORWARD = {"HAS_D": True, "HAS_H0": False, "SAVE": True}
-BACKWARD = {"HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
+COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
+FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
+BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
 # kernel, leaf form, compile-time arguments, bytes that a thread may spill (whole rows, packed documents)
 CASES = {
     "segment": (triton_forward.segment_kernel, False, {"REVERSE": False}, (0, 0)),
@@ -50,7 +51,7 @@ def compile_ahead(case: str, capability: int, docs: bool):
     constants = COMMON | constants | {"HAS_DOCS": docs}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else argument_type(name) for name in names}
-    aligned = [i for i, name in enumerate(names) if name.endswith(("_ptr", "_stride"))]
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr")]
     source = ASTSource(
         kernel,
         signature,

@@ -238,11 +238,51 @@ def chunk_gradients(
     return dstate0, dstate1, dA0, dA1, dD
 
 
-@triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
+@triton.jit
+def block_gradients(
+    v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
+    dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T,
+    H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
+    D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``chunk_gradients`` of the four chunks at token x0, from their end. HAS_DOCS: a document may start there."""
+    t, s, d = tl.arange(0, BT), tl.arange(0, PART), tl.arange(0, BD)
+    si, dj = s[:, None], d[None, :]  # states are kept as tiles [S,D]
+    rebuild_states(
+        v_ptr, b_ptr, g_ptr, doc_ptr, saved_ptr + (x0 // 64) * (BD * BS), scratch_ptr, a0, a1, t, s, d, x0, first,
+        tokens, T, H, v_stride, b_stride, D, S, BD, BS, BT, HAS_DOCS, MASK, SPLIT, PRECISION,
+    )  # fmt: skip
+    for k in range(4):
+        x = x0 + (3 - k) * BT
+        v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
+        do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
+        g = load_gates(g_ptr + x * H, t, H, tokens - x, MASK)
+        b0 = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S if S < PART else PART, PART, MASK)
+        c0 = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S if S < PART else PART, PART, MASK)
+        state_ptr = scratch_ptr + (3 - k) * (BD * BS)
+        state0 = tl.load(state_ptr + si * BD + dj)
+        if BS > PART:
+            b1 = load_tile(b_ptr + x * b_stride, t, s + PART, b_stride, tokens - x, S, BS, MASK)
+            c1 = load_tile(c_ptr + x * c_stride, t, s + PART, c_stride, tokens - x, S, BS, MASK)
+            state1 = tl.load(state_ptr + PART * BD + si * BD + dj)
+        else:
+            b1, c1, state1 = b0, c0, state0
+        dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
+            v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
+            doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
+            D, S, BD, BS, BT, LEAF, HAS_DOCS, MASK, SPLIT, PRECISION,
+        )  # fmt: skip
+    tl.debug_barrier()  # the scratch is written anew
+    return dstate0, dstate1, dA0, dA1, dD
+
+
+@triton.jit(do_not_specialize=["T", "n_segments", "segment"])
 def backward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dhT_ptr, carry_ptr, kept_ptr,
     dv_ptr, db_ptr, dc_ptr, dg_ptr, dA_ptr, dD_ptr, dh0_ptr,
-    T, H, n_segments, segment, v_stride, b_stride, c_stride,
+    T, n_segments, segment,
+    H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_DHT: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr,
     MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -251,7 +291,7 @@ def backward_kernel(
     bh, n = tl.program_id(0), tl.program_id(1)
     h, first = bh % H, n * segment
     row = (bh // H).to(tl.int64) * T + first
-    t, s, d = tl.arange(0, BT), tl.arange(0, PART), tl.arange(0, BD)
+    s, d = tl.arange(0, PART), tl.arange(0, BD)
     a0 = load_rates(A_log_ptr, h, s, S)
     a1 = load_rates(A_log_ptr, h, s + PART, S)
     skip = tl.load(D_ptr + h) if HAS_D else 0.0
@@ -282,38 +322,19 @@ def backward_kernel(
     n_blocks = tl.cdiv(tokens, 64)
     for block in range(n_blocks):
         x0 = (n_blocks - 1 - block) * 64
-        rebuild_states(
-            v_ptr, b_ptr, g_ptr, doc_ptr, saved_ptr + (x0 // 64) * (BD * BS), scratch_ptr, a0, a1, t, s, d, x0, first,
-            tokens, T, H, v_stride, b_stride, D, S, BD, BS, BT, HAS_DOCS, MASK, SPLIT, PRECISION,
-        )  # fmt: skip
-        for k in range(4):
-            x = x0 + (3 - k) * BT
-            v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
-            do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
-            g = load_gates(g_ptr + x * H, t, H, tokens - x, MASK)
-            b0 = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S if S < PART else PART, PART, MASK)
-            c0 = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S if S < PART else PART, PART, MASK)
-            state_ptr = scratch_ptr + (3 - k) * (BD * BS)
-            state0 = tl.load(state_ptr + si * BD + dj)
-            if BS > PART:
-                b1 = load_tile(b_ptr + x * b_stride, t, s + PART, b_stride, tokens - x, S, BS, MASK)
-                c1 = load_tile(c_ptr + x * c_stride, t, s + PART, c_stride, tokens - x, S, BS, MASK)
-                state1 = tl.load(state_ptr + PART * BD + si * BD + dj)
-            else:
-                b1, c1, state1 = b0, c0, state0
-            if HAS_DOCS and starts_document(doc_ptr, first + x, T, BT):
-                dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
-                    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
-                    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
-                    D, S, BD, BS, BT, LEAF, True, MASK, SPLIT, PRECISION,
-                )  # fmt: skip
-            else:
-                dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
-                    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
-                    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
-                    D, S, BD, BS, BT, LEAF, False, MASK, SPLIT, PRECISION,
-                )  # fmt: skip
-        tl.debug_barrier()  # the scratch is written anew
+        # One form for the whole block: a choice in each chunk would cost registers in all of them
+        if HAS_DOCS and starts_document(doc_ptr, first + x0, T, 64):
+            dstate0, dstate1, dA0, dA1, dD = block_gradients(
+                v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
+                dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T, H, v_stride, b_stride, c_stride,
+                D, S, BD, BS, BT, LEAF, True, MASK, SPLIT, PRECISION,
+            )  # fmt: skip
+        else:
+            dstate0, dstate1, dA0, dA1, dD = block_gradients(
+                v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
+                dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T, H, v_stride, b_stride, c_stride,
+                D, S, BD, BS, BT, LEAF, False, MASK, SPLIT, PRECISION,
+            )  # fmt: skip
     tl.store(dA_ptr + at * S + s, tl.sum(dA0, 0), mask=s < S)
     if BS > PART:
         tl.store(dA_ptr + at * S + s + PART, tl.sum(dA1, 0), mask=s + PART < S)

@@ -153,17 +153,19 @@ def pair_mask(t, u, level: tl.constexpr):
 
 
 @triton.jit
-def load_ends(ptr, t0, T, BT: tl.constexpr):
-    """Document ids of the token before the chunk at t0 and of its last row. Ids never decrease: where the two are
-    equal, no document starts in the chunk, and nothing needs to be asked of its rows."""
+def load_ends(ptr, t0, T, tokens):
+    """Document ids of the token before t0 and of the last of ``tokens`` from there on.
+
+    Ids never decrease: where the two are equal, no document starts there, and nothing need be asked of the rows.
+    """
     before = tl.load(ptr + tl.minimum(tl.maximum(t0 - 1, 0), T - 1))
-    return before, tl.load(ptr + tl.minimum(t0 + BT - 1, T - 1))
+    return before, tl.load(ptr + tl.minimum(t0 + tokens - 1, T - 1))
 
 
 @triton.jit
-def starts_document(ptr, t0, T, BT: tl.constexpr):
-    """Whether the chunk at token t0 holds a document's first token."""
-    before, last = load_ends(ptr, t0, T, BT)
+def starts_document(ptr, t0, T, tokens):
+    """Whether a document's first token is among ``tokens`` from t0 on."""
+    before, last = load_ends(ptr, t0, T, tokens)
     return before != last
 
 

@@ -31,9 +31,10 @@ from hymo.kernels.triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
+@triton.jit(do_not_specialize=["T", "n_segments", "segment"])
 def segment_kernel(
-    v_ptr, b_ptr, g_ptr, A_log_ptr, doc_ptr, carry_ptr, kept_ptr, T, H, n_segments, segment, v_stride, b_stride,
+    v_ptr, b_ptr, g_ptr, A_log_ptr, doc_ptr, carry_ptr, kept_ptr, T, n_segments, segment,
+    H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     REVERSE: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -168,10 +169,11 @@ def forward_chunk(
     return o, state
 
 
-@triton.jit(do_not_specialize=["T", "H", "n_segments", "segment"])
+@triton.jit(do_not_specialize=["T", "n_segments", "segment"])
 def forward_kernel(
     v_ptr, b_ptr, c_ptr, g_ptr, A_log_ptr, D_ptr, h0_ptr, doc_ptr, carry_ptr, kept_ptr, o_ptr, hT_ptr, saved_ptr,
-    T, H, n_segments, segment, v_stride, b_stride, c_stride,
+    T, n_segments, segment,
+    H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr, SAVE: tl.constexpr,
     MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
