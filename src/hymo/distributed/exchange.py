@@ -244,14 +244,14 @@ class Exchange:
 
 @dataclass
 class _Holding:
-    """A running collective and the buffer that it reads, kept alive until it is done."""
+    """A running collective and the buffer that it reads, kept alive until it is done; gloo's holds both its buffers."""
 
     work: Any
     buffer: Tensor | None
 
     def wait(self) -> None:
         self.work.wait()
-        self.buffer = None
+        self.work = self.buffer = None
 
 
 def _batches(plan: ExchangePlan, owned: tuple[int, ...]) -> list[list[int]]:

@@ -218,13 +218,10 @@ class ExchangePlan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes of buffers on any rank: two buckets in flight (sent, gathered, whole, result) and kept results."""
-        owned = [0] * self.ranks
-        for bucket in self.buckets:
-            for rank, indices in enumerate(bucket):
-                owned[rank] = max(owned[rank], sum(self.matrices[i].numel for i in indices))
-        held = [sum(sizes) for sizes in zip(*(matrix.tile_sizes() for matrix in self.matrices), strict=True)]
-        return max((2 * 4 * o + 2 * h) * self.itemsize for o, h in zip(owned, held, strict=True))
+        """Most bytes of buffers on any rank at once, those of the orthogonalizer on a GPU included."""
+        from hymo.distributed.exchange_memory import peak_elements
+
+        return peak_elements(self) * self.itemsize
 
     def __str__(self) -> str:
         total, busiest = sum(self.flops), max(self.flops, default=0)

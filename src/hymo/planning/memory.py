@@ -104,9 +104,9 @@ def memory_of(config: HyMoConfig, model: HyMo, ranks: int, reshard: str, *, devi
         },
     }
     plan = plan_step(table, s.shards, config.optimizer, wire_itemsize(config, device_type), s.replicas)
-    kept_weights = {"gathered weights": weights.kept} if weights.kept and reshard == "step" else {}
     buffers = float(plan.peak_bytes) if plan.matrices else 0.0
-    moments[OPTIMIZER] = {"gradients": held, "optimizer's buffers": buffers} | kept_weights
+    # The last backward of an attempt frees the gathered weights, with `step` too (`begin_micro_batch`).
+    moments[OPTIMIZER] = {"gradients": held, "optimizer's buffers": buffers}
     moments = {name: {term: n for term, n in terms.items() if n > 0} for name, terms in moments.items()}
     return Memory(held, held, state_bytes(model, table, s.shards), moments, tokens, activations)
 
