@@ -32,7 +32,7 @@ SETS = ("train", "val")
 LEAST_UNIT_BYTES, MOST_UNITS = 4 << 20, 256
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 4 << 20
 _KEPT_FAULTS = 5
-NEAR = 6.0  # a share held out that is so many times too large or too small is mended
+LEAST, MOST = 0.25, 6.0  # of the share asked for: what is held out between them is near enough
 LEAST_TAIL = 64  # bytes: documents are cut where that much of each is held out, shorter ones are taken whole
 KEPT_LEAST = 64
 _STOP = -(1 << 62)  # in place of the bytes read: workers are to stop
@@ -202,7 +202,7 @@ def _threshold(results: Sequence[UnitResult], below: int, wanted: float) -> int 
 
 def near(found: float, asked: float) -> bool:
     """Whether a share held out is near the one asked for, up to what chance does to a few hundred documents."""
-    return asked / NEAR <= found <= min(asked * NEAR, asked + 0.25) if asked <= 0.5 else near(1 - found, 1 - asked)
+    return asked * LEAST <= found <= min(asked * MOST, asked + 0.25) if asked <= 0.5 else near(1 - found, 1 - asked)
 
 
 def notes(results: Sequence[UnitResult], tokenizer: Tokenizer) -> list[str]:
