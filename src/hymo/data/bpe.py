@@ -87,10 +87,11 @@ def without_long_runs(text: str, most: int = LONGEST_RUN) -> list[str]:
 
 
 def _may_have_long_run(text: str, most: int) -> bool:
-    """False where no run can be longer: from the bytes, of which a character has at least one."""
+    """False where no run can be longer: one of more than `most` bytes fills an aligned block of half as many."""
+    block = max(1, most // 2)
     is_space = np.frombuffer(text.encode(), np.uint8) <= 32
-    changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
-    return bool(np.diff(changes, prepend=0, append=len(is_space)).max() > most)
+    blocks = is_space[: len(is_space) // block * block].reshape(-1, block)
+    return bool((blocks.all(axis=1) | ~blocks.any(axis=1)).any())
 
 
 def tiktoken_of(content: str) -> Any | None:
