@@ -20,6 +20,7 @@ a key of the configuration (--training.reshard layer) goes to it. The JSON is wr
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -290,12 +291,19 @@ def table(paths: list[Path]) -> None:
     for r in done:
         base = done[0]
         scaling = r["tokens_per_s_per_gpu"] / base["tokens_per_s_per_gpu"]
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(r["steps"], base["steps"], strict=False))
+        apart = largest_difference(r, base)
+        losses = "" if r is base else "none: bitwise" if apart == 0 else f"{apart:.4f}"
         mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
         print(
             f"{r['name'][:28]:28s} {r['gpus']:4d} {r['step_s']:8.3f} {r['tokens_per_s']:10,.0f} {mfu:>5s} "
-            f"{scaling:7.1%} {size(r['memory']['peak']):>9s}  {apart:.4f}"
+            f"{scaling:7.1%} {size(r['memory']['peak']):>9s}  {losses}"
         )
+
+
+def largest_difference(report: dict, base: dict) -> float:
+    """Of the losses at equal steps: a run that goes on from a checkpoint beside one that never stopped."""
+    losses = {row["step"]: row["loss"] for row in base["steps"]}
+    return max((abs(r["loss"] - losses[r["step"]]) for r in report["steps"] if r["step"] in losses), default=math.nan)
 
 
 def picture(paths: list[Path], target: Path) -> None:
