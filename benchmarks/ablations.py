@@ -59,8 +59,12 @@ def run(args: Namespace, overrides: list[str]) -> None:
     """All runs; the JSON after each."""
     short = [f"--model.n_layers={args.n_layers}"] if args.n_layers else []
     model = load_config(args.config, [*overrides, *short]).model
+
+    def one_of_each_kind(job: Job) -> int:
+        return 1 if job.name.startswith("attention") else model.mla_every
+
     jobs = variants.picked(jobs_of(args, model), args.variants)
-    variants.warm(args, jobs, [*overrides, "--training.global_batch_size=1"], model.mla_every, args.warm)
+    variants.warm(args, jobs, overrides, one_of_each_kind, args.warm)
     found: dict[str, Any] = {}
     for done in variants.deal(jobs, lambda j: variants.command(args, j, overrides, "--one-document"), args):
         config = load_config(args.config, [*overrides, *done.job.flags])

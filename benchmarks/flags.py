@@ -62,17 +62,17 @@ def options() -> ArgumentParser:
 
 
 def batch(tokens: int, args: Namespace, overrides: list[str]) -> list[str]:
-    """The keys of a step of so many tokens; the schedule is that of a run of 100 updates where curves are drawn."""
+    """The keys of a step of so many tokens."""
     from hymo.config_io import load_config
 
     length = load_config(args.config, overrides).training.seq_len
     return [f"--training.global_batch_size={tokens // length}", f"--training.micro_batch_size={args.micro_batch}"]
 
 
-def run(args: Namespace, jobs: list[Job], overrides: list[str], at: str) -> dict[str, Any]:
-    """All jobs; DIR/<at>.json holds the figures after each."""
+def run(args: Namespace, jobs: list[Job], overrides: list[str], at: str, at_once: int = 1) -> dict[str, Any]:
+    """All jobs; the file ``at`` in DIR holds the figures after each."""
     found: dict[str, Any] = {}
-    for done in variants.deal(jobs, lambda job: variants.command(args, job, overrides), args):
+    for done in variants.deal(jobs, lambda job: variants.command(args, job, overrides), args, at_once=at_once):
         found[done.job.name] = variants.figures(variants.read(args.out, done.job.name), done.state)
         variants.write(args.out / at, found)
         print(line(done.job.name, found), flush=True)
@@ -112,7 +112,8 @@ def curves(args: Namespace, overrides: list[str]) -> None:
     schedule = [f"--scheduler.total_steps={args.curves}", "--scheduler.warmup_frac=0.1"]
     if not args.table:
         given = Namespace(**vars(args) | {"steps": args.curves})
-        run(given, jobs, [*batch(args.curve_tokens, args, overrides), *schedule, *overrides], "curves.json")
+        keys = [*batch(args.curve_tokens, args, overrides), *schedule, *overrides]
+        run(given, jobs, keys, "curves.json", at_once=2)  # nothing is timed
     found = json.loads((args.out / "curves.json").read_text())
     losses = {job.name.removeprefix("curve-"): found[job.name]["losses"] for job in jobs if job.name in found}
     made = ", ".join(f"{name} {len(values)}" for name, values in losses.items())
@@ -130,7 +131,8 @@ def main() -> None:
     if not args.table:
         keys = [*batch(args.tokens, args, overrides), *overrides]
         jobs = variants.picked(JOBS, args.variants)
-        variants.warm(args, [job for job in jobs if EAGER not in job.flags], keys, args.warm_layers, args.warm)
+        compiled = {job.flags: job for job in jobs if EAGER not in job.flags}
+        variants.warm(args, list(compiled.values()), keys, lambda job: args.warm_layers, args.warm)
         run(args, jobs, keys, at)
     table(json.loads((args.out / at).read_text()))
 

@@ -149,8 +149,14 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def warm(args: argparse.Namespace, jobs: Sequence[Job], overrides: Sequence[str], layers: int, at_once: int) -> None:
-    """Compile ahead: one small step of every job, several at once, of so few layers that they fit side by side.
+def warm(
+    args: argparse.Namespace,
+    jobs: Sequence[Job],
+    overrides: Sequence[str],
+    layers: Callable[[Job], int],
+    at_once: int,
+) -> None:
+    """Compile ahead: one step of every job, several at once, of so few layers that they fit side by side.
 
     Compiled graphs are one a kind of block and shape, and are kept on disk; the measured runs then find them there.
     """
@@ -159,7 +165,7 @@ def warm(args: argparse.Namespace, jobs: Sequence[Job], overrides: Sequence[str]
     small = argparse.Namespace(**vars(args) | {"out": args.out / "warm", "steps": 1})
     began = time.perf_counter()
     for done in deal(
-        [replace(job, flags=(*job.flags, f"--model.n_layers={layers}")) for job in jobs],
+        [replace(job, flags=(*job.flags, f"--model.n_layers={layers(job)}")) for job in jobs],
         lambda job: command(small, job, overrides),
         small,
         at_once=at_once,
