@@ -106,6 +106,8 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
             print("data.source is not the text that the run was trained on: it was changed, or another one was given")
     else:
         sets = {"data": prepare_whole(sources, data)}
+        for note in sets["data"].notes if reduce.is_main() else ():
+            print(f"warning: data: {note}")
     if not sets:
         raise HyMoError(f"{path}: its data has no held-out documents; accepted: --data PATH, other text to evaluate")
     for name, token_set in sets.items():

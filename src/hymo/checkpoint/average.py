@@ -67,7 +67,10 @@ def _last_of_stable_phase(run: Path, last: int) -> list[Path]:
     by_step = {step_of(path): path for path in eligible_checkpoints(run)}  # of one step the newest attempt
     if len(by_step) < last:
         steps = ", ".join(map(str, sorted(by_step))) or "none"
-        raise HyMoError(f"--last: found {last}; accepted: at most the checkpoints of the stable phase ({steps})")
+        raise HyMoError(
+            f"--last: found {last}; accepted: at most {len(by_step)}, the checkpoints of its stable phase "
+            f"({steps}); checkpoint.keep and checkpoint.keep_every decide how many stay"
+        )
     return [by_step[step] for step in sorted(by_step)[-last:]]
 
 

@@ -1,6 +1,7 @@
 """What `hymo data build` and `hymo data inspect` print."""
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -46,8 +47,9 @@ def build_command(
     for line in (*_notes(sets), *_table(sets)):
         print(line)
     print(f"{report.encoder} encoding; {duration(time.monotonic() - began)} in all")
-    print(f"train on it: hymo train --data.source {report.folder} --data.tokenizer {report.tokenizer}", end=" ")
-    print(f"--model.vocab_size {report.vocab_size}")
+    options = {"--data.source": report.folder, "--data.tokenizer": report.tokenizer}
+    words = " ".join(f"{option} {shlex.quote(str(value))}" for option, value in options.items())
+    print(f"train on it: hymo train {words} --model.vocab_size {report.vocab_size}")
     return 0
 
 
