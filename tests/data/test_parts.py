@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hymo.data import TokenSet, build
+from hymo.data import DataError, TokenSet, build
 from hymo.data.parts import near
 
 
@@ -68,3 +68,20 @@ def test_equal_texts_are_never_on_both_sides_after_the_cut(tmp_path):
     train, val = built(tmp_path / "x", [huge, "small " * 30, huge, "other " * 30])
     assert share(train, val) == pytest.approx(0.02, rel=0.2)
     assert not set(documents(train)) & set(documents(val))
+
+
+def test_a_build_that_stopped_and_went_on_is_split_like_one_that_did_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("hymo.data.parts.LEAST_UNIT_BYTES", 4000)
+    texts = [f"document {i} " + "word " * 40 for i in range(40)] + ["one line of the huge one\n" * 8000]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    whole = build([tmp_path / "a.jsonl"], tmp_path / "whole", tokenizer="bytes", workers=0)
+    (tmp_path / "a.jsonl").write_text("".join([*lines[:20], "broken\n", *lines[20:]]))
+    with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
+        build([tmp_path / "a.jsonl"], tmp_path / "again", tokenizer="bytes", workers=0)
+    assert list((tmp_path / "again.part/journal").glob("*/*.json"))  # some of it is done
+    again = build([tmp_path / "a.jsonl"], tmp_path / "again", tokenizer="bytes", workers=0, skip_bad=True)
+    for name in ("train", "val"):
+        one, two = TokenSet(whole.folder / name), TokenSet(again.folder / name)
+        assert one.fingerprint == two.fingerprint
+        assert "of each document of" in two.split

@@ -191,7 +191,7 @@ def _threshold(results: Sequence[UnitResult], below: int, wanted: float) -> int 
     """
     known = min((r.least[-1][0] for r in results if len(r.least) == KEPT_LEAST), default=2**64)
     filled = 0
-    for position, n_bytes in sorted(pair for result in results for pair in result.least):
+    for position, n_bytes in sorted(tuple(pair) for result in results for pair in result.least):
         if position > known:
             return None
         filled += n_bytes if n_bytes < below else 0
