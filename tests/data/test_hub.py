@@ -55,6 +55,18 @@ def test_a_split_by_name_and_a_bpe(toy, tmp_path):
     assert (report.vocab_size, report.n_bad) == (300, 0)
 
 
+def test_another_column_and_rows_without_text(tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    rows = [{"body": None if i in (3, 9) else text, "id": i} for i, text in enumerate(TEXTS)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["data", "build", f"hf://{folder}", "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert main([*command, "--workers", "0", "--text-column", "body"]) == 0
+    assert texts_of(tmp_path / "out") == sorted(row["body"] for row in rows if row["body"] is not None)
+    (note,) = TokenSet(tmp_path / "out/train").notes
+    assert note.startswith("records without text (null) passed over: 2, the first hf://") and note.endswith("/0:3")
+
+
 OFFLINE = """
     import sys
     from hymo.cli import main
