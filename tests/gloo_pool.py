@@ -156,6 +156,9 @@ def _call(modules, where, rank, world_size, store, args):
         modules[file] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modules[file])
     torch.manual_seed(0)
+    # Torch names groups by this count, and ranks with different names wait for each other until the timeout. Torch sets
+    # it back when a group ends, but not after one that could not be made: then all later calls failed as well.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
