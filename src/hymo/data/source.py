@@ -166,12 +166,16 @@ def _files_of(entry: str, column: str) -> list[SourceFile]:
         raise DataError(f"data.source: {entry!r} is a URL, which is not read; download it and give the file or folder")
     path = Path(entry).expanduser()
     if not path.exists():
-        raise DataError(f"data.source: {entry!r} does not exist; accepted: files or folders of text, .jsonl, .parquet")
+        raise DataError(
+            f"data.source: {entry!r} does not exist; accepted: files or folders of text, .json, .jsonl, .parquet"
+        )
     if path.is_dir():
         walked = [_as_found(file, column) for file in _walk(path)]
         found = [file for file in walked if file.kind != "text" or _is_text(Path(file.path))]
         if not found:
-            raise DataError(f"data.source: the folder {entry!r} holds no text; accepted: text files, .jsonl, .parquet")
+            raise DataError(
+                f"data.source: the folder {entry!r} holds no text; accepted: text files, .json, .jsonl, .parquet"
+            )
         return found
     return [_describe(path, path.name)]
 
