@@ -175,6 +175,9 @@ def swiglu(x_gate_up: Tensor) -> Tensor:
     return _SwiGLUFunction.apply(x_gate_up)
 
 
+GRAPHS = 64
+
+
 class CompilableBlock(nn.Module):
     """A block whose computation can run through ``torch.compile``, one graph for all blocks of a shape.
 
@@ -211,6 +214,9 @@ class CompilableBlock(nn.Module):
 
     def compile_compute(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Run ``_compute`` through ``torch.compile`` with this backend from now on."""
+        # All kinds of blocks share the code of ``_body`` and so its limit of graphs, 8 as torch ships it: each kind in
+        # training and in evaluation is as many, and one more ends the run.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, backend=backend)
         self._use_compile = True
 

@@ -158,11 +158,13 @@ class MLABlock(CompilableBlock):
     The feed-forward layer is a mixture of experts; a SwiGLU of n_shared x d_ff without routed experts; a SwiGLU of d_ff
     with ``dense`` (the blocks of MTP).
 
-    ``use_compile``: see ``CompilableBlock``.
+    ``use_compile``: see ``CompilableBlock``. ``experts_apart``: the experts are sharded as a unit of their own, whose
+    hooks no graph may hold, so they run after the block's own computation instead of in it.
     """
 
     def __init__(self, config: ModelConfig, dense: bool = False):
         super().__init__()
+        self.experts_apart = False
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
         self.attn = LatentAttention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
@@ -174,12 +176,17 @@ class MLABlock(CompilableBlock):
 
     def forward(self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None = None) -> tuple[Tensor, BlockStats]:
         """[B, T, dim] -> [B, T, dim] and the block's statistics."""
-        return self._run(x_BTC, layout, real_B)
+        x_BTC, stats = self._run(x_BTC, layout, real_B)
+        if self.experts_apart:
+            x_BTC, moe = self._feed_forward(x_BTC, real_B)
+            stats = BlockStats(moe, stats.logit_max_H)
+        return x_BTC, stats
 
     def _compute(self, x_BTC: Tensor, layout: DocLayout, real_B: Tensor | None):  # type: ignore[override]
         mixed, logit_max_H = self.attn(self.attn_norm(x_BTC), layout, real_B)
-        x_BTC = x_BTC + mixed
-        x_BTC, moe = self._feed_forward(x_BTC, real_B)
+        x_BTC, moe = x_BTC + mixed, None
+        if not self.experts_apart:
+            x_BTC, moe = self._feed_forward(x_BTC, real_B)
         return x_BTC, BlockStats(moe, logit_max_H)
 
     def _feed_forward(self, x_BTC: Tensor, real_B: Tensor | None) -> tuple[Tensor, MoEStats | None]:

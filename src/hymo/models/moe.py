@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hymo.config import ModelConfig
 from hymo.kernels.grouped import grouped_linear
 from hymo.kernels.operators import register_operator
-from hymo.models.layers import swiglu, wide, wide_dtype
+from hymo.models.layers import CompilableBlock, swiglu, wide, wide_dtype
 
 
 class MoEStats(NamedTuple):
@@ -76,8 +76,11 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_weights_M.index_select(0, inverse_M).view_as(weights_NK), None, None
 
 
-class DeepSeekMoE(nn.Module):
+class DeepSeekMoE(CompilableBlock):
     """Top-k routed experts, stacked as [E, ...] parameters, plus shared experts that see every token.
+
+    It is compiled and checkpointed with the block that holds it, or by itself where it is sharded apart from it
+    (``MLABlock.experts_apart``).
 
     Attributes:
         use_mixed_precision: True = experts compute in their weights' dtype; False = in float32.
@@ -106,6 +109,9 @@ class DeepSeekMoE(nn.Module):
 
     def forward(self, x_BTC: Tensor, real_B: Tensor | None = None) -> tuple[Tensor, MoEStats]:
         """[B, T, dim] -> [B, T, dim] (no residual) and the statistics; ``real_B`` False marks filler rows."""
+        return self._run(x_BTC, real_B)
+
+    def _compute(self, x_BTC: Tensor, real_B: Tensor | None) -> tuple[Tensor, MoEStats]:  # type: ignore[override]
         x_NC = x_BTC.flatten(0, -2)
         real_N = None if real_B is None else real_B[:, None].expand(x_BTC.shape[:2]).flatten()
         logits_NE = self.gate_forward(x_NC)

@@ -61,11 +61,14 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
     """Push the flags onto the blocks; returns what was chosen, to be said once in the log."""
     fused, precision = resolve_fused_gdn(training.fused_gdn, device), computing_precision(training, device)
     compiled = device.type == "cuda" if training.torch_compile_gdn == "auto" else bool(training.torch_compile_gdn)
+    apart = precision != "float32" and not training.moe_mixed_precision  # experts sharded in float32, by themselves
     for module in model.modules():
-        if isinstance(module, GatedDeltaNetBlock | MLABlock):
+        if isinstance(module, GatedDeltaNetBlock | MLABlock) or (apart and isinstance(module, DeepSeekMoE)):
             module.checkpointing = training.activation_checkpointing
-        if isinstance(module, CompilableBlock):
+        if isinstance(module, CompilableBlock) and (apart or not isinstance(module, DeepSeekMoE)):
             module.use_compile = compiled
+        if isinstance(module, MLABlock):
+            module.experts_apart = apart and isinstance(module.ffn, DeepSeekMoE)
         if isinstance(module, GatedDeltaNetBlock):
             module.use_triton = fused
         elif isinstance(module, DeepSeekMoE):
