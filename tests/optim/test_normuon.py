@@ -475,3 +475,21 @@ def test_convert_hparams_keeps_step_and_decay():
     assert back == pytest.approx((0.02, 0.1))
     with pytest.raises(ValueError, match="to: found 'adam'"):
         convert_hparams(0.02, 0.1, source="torch", to="adam", m=m, n=n)
+
+
+@pytest.mark.parametrize("preset", [None, "keller"])
+def test_momentum_that_decays_to_nothing_ends_in_no_update(preset):
+    """An expert that no token reaches any more: zero gradients, and a momentum that decays below float32's squares."""
+    weights = nn.Parameter(torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0)))
+    optimizer = NorMuon(
+        [weights], momentum=0.5, betas=(0.5, 0.95), weight_decay=0.0, **({"preset": preset} if preset else {})
+    )
+    for step in range(200):
+        weights.grad = torch.randn_like(weights)
+        if step > 3:
+            weights.grad[1] = 0.0
+        before = weights.detach().clone()
+        optimizer.step()
+        assert torch.isfinite(weights).all()
+    assert not torch.equal(before[0], weights[0])
+    assert torch.equal(before[1], weights[1])

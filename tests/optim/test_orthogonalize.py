@@ -70,6 +70,17 @@ def test_the_scale_of_the_input_does_not_matter_and_zero_gives_zero(name):
     assert torch.isfinite(orthogonalize(mixed, name)).all()
 
 
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "exact"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_too_small_for_float32_give_zeros_not_nan(name, dtype):
+    """The squares of 1e-22 underflow: a norm that comes out too small starts the polynomial where it diverges."""
+    record, g = get_orthogonalizer(name, dtype=dtype), matrix(48, 64, dtype=torch.float32)
+    largest = torch.linalg.matrix_norm(orthogonalize(g, record))
+    for exponent in range(-44, -10):
+        found = torch.linalg.matrix_norm(orthogonalize(g * 10.0**exponent, record))
+        assert (found == 0) if exponent < -16 else abs(found / largest - 1) < 2e-2
+
+
 @pytest.mark.parametrize("name", list(REGISTRY))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_input_is_never_changed(name, dtype):

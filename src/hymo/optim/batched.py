@@ -8,7 +8,7 @@ factor per matrix in the first products. The result differs from the plain form'
 import torch
 from torch import Tensor
 
-from hymo.optim.orthogonalize import TINY, Orthogonalizer, orthogonalize, polynomial
+from hymo.optim.orthogonalize import Orthogonalizer, inverse_norm, orthogonalize, polynomial
 
 try:
     from hymo.optim.triton_kernels import symmetric
@@ -31,8 +31,7 @@ def orthogonalize_batch(x_Nmn: Tensor, record: Orthogonalizer, out: Tensor) -> N
 
 def start_scale(x_Nmn: Tensor, record: Orthogonalizer) -> Tensor:
     """1 / (safety * Frobenius norm) of each matrix, float32 [N]."""
-    norm = torch.linalg.vector_norm(x_Nmn, dim=(1, 2), dtype=torch.float32)
-    return norm.clamp_min_(TINY).mul_(record.safety).reciprocal_()
+    return inverse_norm(torch.linalg.vector_norm(x_Nmn, dim=(1, 2), dtype=torch.float32), record)
 
 
 def fewest_launches(x_Nmn: Tensor, record: Orthogonalizer, out: Tensor) -> None:

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 Triple = tuple[float, float, float]
-TINY = 1e-30  # clamp of the norm: small enough that O(cG) = O(G) down to ||cG|| = 1e-30, and 0 / TINY = 0
+# A matrix of a smaller Frobenius norm counts as zero. In float32 the squares of its elements underflow, the norm comes
+# out too small, and a polynomial started above norm 1 diverges: the momentum of an expert that no token reaches any
+# more gets there by decay alone. O(cG) = O(G) holds down to it.
+NO_DIRECTION = 1e-15
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def wire_dtype(record: Orthogonalizer, x: Tensor) -> torch.dtype:
 def orthogonalize(g: Tensor, record: Orthogonalizer | str = "polar_express") -> Tensor:
     """Approximate polar factor U V^T of each matrix of g [..., m, n] = U S V^T; dtype and device of g, g unchanged.
 
-    The result does not depend on the scale of g (norm in float32); a zero matrix gives zeros.
+    The result does not depend on the scale of g (norm in float32); a zero matrix, and one of norm below 1e-15, gives
+    zeros.
     """
     if isinstance(record, str):
         record = get_orthogonalizer(record)
@@ -166,8 +170,7 @@ def _exact(x: Tensor) -> Tensor:
 def _by_polynomial(x: Tensor, record: Orthogonalizer) -> Tensor:
     dtype = compute_dtype(record, x)
     wide = x if x.dtype == torch.float64 else x.float()
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_min(TINY)
-    x = (wide / (norm * record.safety)).to(dtype)
+    x = (wide * inverse_norm(torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True), record)).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -175,6 +178,11 @@ def _by_polynomial(x: Tensor, record: Orthogonalizer) -> Tensor:
     flat = _gram(flat, record) if record.form == "gram" else polynomial(flat, record.coefficients)
     x = flat if x.ndim == 3 else flat.squeeze(0)
     return x.mT if tall else x
+
+
+def inverse_norm(norm: Tensor, record: Orthogonalizer) -> Tensor:
+    """1 / (safety * norm), and 0 for a norm below ``NO_DIRECTION``; ``norm`` is overwritten."""
+    return torch.threshold_(norm, NO_DIRECTION, float("inf")).mul_(record.safety).reciprocal_()
 
 
 def polynomial(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
