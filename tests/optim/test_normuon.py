@@ -482,9 +482,9 @@ def test_momentum_that_decays_to_nothing_ends_in_no_update(preset):
     """An expert that no token reaches any more: zero gradients, and a momentum that decays below float32's squares."""
     weights = nn.Parameter(torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0)))
     optimizer = NorMuon(
-        [weights], momentum=0.5, betas=(0.5, 0.95), weight_decay=0.0, **({"preset": preset} if preset else {})
+        [weights], momentum=0.9, betas=(0.9, 0.95), weight_decay=0.0, **({"preset": preset} if preset else {})
     )
-    for step in range(200):
+    for step in range(800):
         weights.grad = torch.randn_like(weights)
         if step > 3:
             weights.grad[1] = 0.0
