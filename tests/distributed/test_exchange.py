@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hymo.optim.cautious_adamw import CautiousAdamW
 from hymo.optim.normuon import NorMuon
@@ -298,7 +298,7 @@ def test_processes_may_keep_their_plain_tensors_to_themselves(pool):
     assert not torch.equal(a, b)
 
 
-def strided_shard() -> str:
+def strided_shard(normalize: bool) -> str:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 1))
@@ -306,14 +306,56 @@ def strided_shard() -> str:
     p = nn.Parameter(x)
     p.grad = copy.copy(x)
     try:
-        NorMuon([("odd", p)], normalize=False).step()
+        NorMuon([("odd", p)], normalize=normalize).step()
     except NotImplementedError as problem:
         return str(problem)
     return "accepted"
 
 
 def test_an_unknown_placement_is_refused_by_name(pool):
-    assert all(text.startswith("odd: placement") for text in pool(2, strided_shard))
+    for normalize in (False, True):
+        assert all(text.startswith("odd: placement") for text in pool(2, strided_shard, normalize))
+
+
+def step_with_gradient(kind: str, make: type) -> tuple[str, bool]:
+    """(message, whether the parameter kept its bits) where the gradient is laid out in another way."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first = Replicate() if kind in ("partial", "autograd") else Shard(0)
+    values_RC = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    net = nn.Linear(4, 8, bias=False)
+    weight = net.weight = nn.Parameter(distribute_tensor(values_RC, mesh, [first]))
+    if kind == "autograd":
+        net(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])).square().sum().backward()
+    else:
+        found = {
+            "partial": lambda: DTensor.from_local(values_RC, mesh, [Partial()], run_check=False),
+            "whole": lambda: distribute_tensor(values_RC, mesh, [Replicate()]),
+            "other mesh": lambda: distribute_tensor(
+                values_RC, init_device_mesh("cpu", (1, dist.get_world_size())), [Replicate(), Shard(0)]
+            ),
+            "plain": lambda: values_RC,
+            "the same": lambda: distribute_tensor(2 * values_RC, mesh, [Shard(0)]),
+        }
+        weight.grad = found[kind]()
+    before = full(weight)
+    try:
+        make([("some.weight", weight)]).step()
+    except ValueError as problem:
+        return str(problem), torch.equal(before, full(weight))
+    return "accepted", torch.equal(before, full(weight))
+
+
+@pytest.mark.parametrize("make", [NorMuon, CautiousAdamW])
+@pytest.mark.parametrize("kind", ["partial", "autograd", "whole", "other mesh", "plain"])
+def test_a_gradient_laid_out_in_another_way_than_its_parameter_is_refused(pool, kind, make):
+    for message, kept in pool(2, step_with_gradient, kind, make):
+        assert message.startswith("some.weight: found a gradient as ")
+        assert "accepted: one laid out like the parameter" in message
+        assert kept
+
+
+def test_an_equal_layout_is_enough(pool):
+    assert [text for text, _ in pool(2, step_with_gradient, "the same", NorMuon)] == ["accepted"] * 2
 
 
 def clip_sharded_heads() -> torch.Tensor:

@@ -448,6 +448,14 @@ def test_bad_parameters_are_named():
         NorMuon([{"params": [random_parameter(6, 2)], "heads": 3}])
 
 
+@pytest.mark.parametrize("make", [NorMuon, CautiousAdamW])
+def test_a_sparse_gradient_is_named(make):
+    table = nn.Embedding(6, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"table: found a gradient of torch.sparse_coo, accepted: a dense one"):
+        make([("table", table.weight)]).step()
+
+
 def test_single_row_and_column_matrices_become_unit_vectors():
     for shape in ((1, 7), (7, 1)):
         w = random_parameter(*shape)

@@ -74,6 +74,40 @@ def group_name(group: Group, index: int) -> str:
     return group["param_names"][index] if "param_names" in group else f"parameter {index} of its group"
 
 
+def check_gradients(groups: list[Group]) -> None:
+    """Raise ValueError, before anything is changed, for a gradient that is sparse or not laid out like its parameter.
+
+    A partial gradient taken for the whole one would give each process another update. Comparing the layouts is one
+    comparison of identities where the gradient shares its parameter's, as FSDP2's do.
+    """
+    for group in groups:
+        for i, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            plain = type(grad) is Tensor and type(param) is torch.nn.Parameter
+            same = plain or getattr(grad, "_spec", None) is getattr(param, "_spec", None)
+            if same and grad.layout is torch.strided:
+                continue
+            if grad.layout is not torch.strided:
+                raise ValueError(f"{group_name(group, i)}: found a gradient of {grad.layout}, accepted: a dense one")
+            here, there = _place(param), _place(grad)
+            if here != there:
+                raise ValueError(
+                    f"{group_name(group, i)}: found a gradient as {_where(there)}, accepted: one laid out like the "
+                    f"parameter, as {_where(here)}; DTensor.redistribute sums a partial gradient"
+                )
+
+
+def _place(tensor: Any) -> tuple[Any, Any] | None:
+    """(mesh, placements) of a DTensor, None of a plain tensor."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if hasattr(tensor, "device_mesh") else None
+
+
+def _where(place: tuple[Any, Any] | None) -> str:
+    return "a plain tensor" if place is None else f"{place[1]} on {place[0]}"
+
+
 class GroupedOptimizer(torch.optim.Optimizer):
     """Groups may name `algorithm` (default: the class's own) and any setting of that algorithm.
 
@@ -115,7 +149,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             del group[key]
         try:
             algorithm.check(group)
-        except ValueError:
+        except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
         if not isinstance(group["lr"], Tensor) and group["params"]:
@@ -136,6 +170,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_gradients(self.param_groups)
         for name, algorithm in ALGORITHMS.items():
             if groups := [g for g in self.param_groups if g["algorithm"] == name]:
                 algorithm.step(self, groups)

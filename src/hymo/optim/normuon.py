@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hymo.distributed.exchange import statistic_like
+from hymo.distributed.exchange import layout_of, statistic_like
 from hymo.optim.base import (
     Algorithm,
     Group,
@@ -144,6 +144,7 @@ def _check(group: Group) -> None:
     group_orthogonalizer(group)
     for i, param in enumerate(group["params"]):
         check_row_blocks(param.shape, group["row_blocks"], group_name(group, i))
+        layout_of(param, True, group_name(group, i))  # refuses by name what it cannot cut
     if group["scale"] == "grad_norm":
         warnings.warn(
             "scale='grad_norm' multiplies the update by the gradient's norm: a rate that fits another scale does not "
