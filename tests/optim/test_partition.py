@@ -150,6 +150,88 @@ def test_what_no_rule_knows_is_named():
         partition(nn.Identity(), OptimizerConfig())
 
 
+class Table(nn.Module):
+    """A matrix named `weight` in a class that no rule knows."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+
+class WeightNormalizedNorm(Table):
+    pass
+
+
+class ConvexLayer(Table):
+    pass
+
+
+class ConvexLinear(nn.Linear):
+    pass
+
+
+class NormLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("name", ["words", "proj", "norm", "bias"])
+@pytest.mark.parametrize("kind", [Table, WeightNormalizedNorm, ConvexLayer])
+def test_neither_rank_nor_a_part_of_a_class_name_decides(kind, name):
+    """Said in a pattern, the same matrix is accepted."""
+    model = nn.ModuleDict({name: kind(50, 8)})
+    with pytest.raises(
+        ValueError, match=rf"{name}\.weight: no rule knows this parameter .* accepted: a name in partition"
+    ):
+        partition(model, OptimizerConfig())
+    for algorithm in ("adamw", "normuon"):
+        assert partition(model, OptimizerConfig(), {"*.weight": algorithm})[f"{name}.weight"].algorithm == algorithm
+
+
+def test_a_bias_that_is_a_matrix_is_named():
+    with pytest.raises(ValueError, match=r"bias: no rule knows this parameter"):
+        partition(nn.ParameterDict({"bias": nn.Parameter(torch.zeros(4, 4))}), OptimizerConfig())
+
+
+def test_types_decide():
+    model = nn.ModuleDict(
+        {
+            "bag": nn.EmbeddingBag(50, 8),
+            "q": ConvexLinear(8, 4),
+            "norm": NormLinear(8, 4),
+            "scale": WeightNormalizedNorm(8),
+            "batch": nn.BatchNorm1d(8),
+            "images": nn.LayerNorm((3, 4)),
+        }
+    )
+    assert algorithms(partition(model, OptimizerConfig())) == {
+        "bag.weight": ("adamw", "embedding"),
+        "q.weight": ("normuon", "matrix"),
+        "q.bias": ("adamw", "scalars and biases"),
+        "norm.weight": ("normuon", "matrix"),
+        "norm.bias": ("adamw", "scalars and biases"),
+        "scale.weight": ("adamw", "norm"),
+        "batch.weight": ("adamw", "norm"),
+        "batch.bias": ("adamw", "norm"),
+        "images.weight": ("adamw", "norm"),
+        "images.bias": ("adamw", "norm"),
+    }
+
+
+def test_a_gate_may_be_two_things():
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.Linear(8, 4, bias=False)})})
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight: may be a router \(adamw\) or half of a gated layer"):
+        partition(model, OptimizerConfig())
+    assert partition(model, OptimizerConfig(), {"*.gate.weight": "normuon"})["mlp.gate.weight"].reason == "override"
+
+
+def test_a_pattern_that_matches_nothing_is_named():
+    with pytest.raises(ValueError, match=r"overrides: no parameter is named like 'mixr\.\*'"):
+        partition(Toy(), OptimizerConfig(), {"mixr.*": "adamw"})
+    tied = Toy()
+    tied.head.weight = tied.embedding.weight
+    assert partition(tied, OptimizerConfig(), {"head.weight": "adamw"})["embedding.weight"].reason == "override"
+
+
 def test_a_weight_tied_between_two_rules_is_ambiguous():
     model = nn.ModuleDict({"router": nn.Linear(4, 4, bias=False), "mix": nn.Linear(4, 4, bias=False)})
     model["mix"].weight = model["router"].weight

@@ -2,8 +2,8 @@
 
 Matrices that map activations to activations (attention, recurrence, feed-forward projections) go to NorMuon; what is
 looked up or read out by rows (embedding, head), routes, scales or convolves goes to AdamW. The shape alone never
-decides: an embedding is a matrix too. A parameter that no rule knows is an error that names it, because a matrix that
-silently fell to the wrong algorithm would train, only worse.
+decides, and neither does a part of a class's name: an embedding is a matrix too. A parameter that no rule knows is an
+error that names it, because a matrix that silently fell to the wrong algorithm would train, only worse.
 """
 
 from collections import Counter
@@ -18,8 +18,11 @@ from hymo.optim.matrices import RowBlocks, check_row_blocks, describe_view
 
 EXPERTS = ("w_in", "w_out", "shared_in", "shared_out")
 VECTORS = ("dt_bias", "D", "A_log", "bias")  # A_log [H, S] holds H x S scalars, it maps nothing
-GATES = ("router", "dt_proj", "beta_proj", "gate")
+GATES = ("router", "dt_proj", "beta_proj")
 CONVOLUTIONS = ("conv_weight",)
+HEADS = ("head", "lm_head")
+TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+HOW_TO_SAY = "accepted: a name in partition(..., overrides={pattern: 'normuon' | 'adamw'})"
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,14 @@ def partition(model: nn.Module, config: Any, overrides: Mapping[str, str] | None
     """Assign every trainable parameter of `model` (any device, meta too) by the rules of this module.
 
     config: an OptimizerConfig. overrides: name pattern (`fnmatch`) -> `normuon` or `adamw`, consulted first.
-    Raises ValueError that names the first parameter that no rule or two rules with different answers claim.
+    Raises ValueError that names the first parameter that no rule or two rules with different answers claim, and the
+    first pattern that no parameter has.
     """
     rows = []
+    every = [name for _, names, _, _ in _parameters(model) for name, _ in names]
+    for pattern in overrides or {}:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise ValueError(f"overrides: no parameter is named like {pattern!r}; the first names: {every[:4]}")
     modules = {clean_name(name + ".").rstrip("."): module for name, module in model.named_modules()}
     for name, names, param, module in _parameters(model):
         if not param.requires_grad:
@@ -143,7 +151,7 @@ def _decide(
     overrides: Mapping[str, str],
 ) -> tuple[str, str]:
     """(algorithm, reason)."""
-    matched = {overrides[pattern] for pattern in overrides if fnmatchcase(name, pattern)}
+    matched = {overrides[pattern] for pattern in overrides if any(fnmatchcase(n, pattern) for n, _ in names)}
     if len(matched) > 1:
         raise ValueError(f"{name}: overrides give {' and '.join(sorted(matched))}, accepted: one algorithm")
     if matched:
@@ -161,32 +169,44 @@ def _decide(
 
 def _rule(name: str, param: Tensor, module: nn.Module, config: Any) -> tuple[str, str]:
     parts = name.split(".")
-    leaf, owner, kind = parts[-1], parts[-2] if len(parts) > 1 else "", type(module).__name__
-    if isinstance(module, nn.Embedding):
+    leaf, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
+    linear = isinstance(module, nn.Linear)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "adamw", "embedding"
-    if isinstance(module, nn.Linear) and leaf == "weight" and param.ndim != 2:
+    if linear and leaf == "weight" and param.ndim != 2:
         raise ValueError(f"{name}: found shape {tuple(param.shape)} for a Linear weight (flattened?), accepted: [m, n]")
-    if "norm" in kind.lower() or owner.endswith("norm"):
+    if isinstance(module, TORCH_NORMS) or (not linear and param.ndim < 2 and _is_norm(module, owner)):
         return "adamw", "norm"
-    if leaf in VECTORS:
+    if leaf in VECTORS and (param.ndim < 2 or leaf == "A_log"):
         return "adamw", "scalars and biases"
-    if leaf in CONVOLUTIONS or "conv" in kind.lower():
+    if leaf in CONVOLUTIONS or isinstance(module, nn.modules.conv._ConvNd):
         return "adamw", "convolution"
-    if owner in ("head", "lm_head") or kind == "LMHead":
+    if leaf == "weight" and (owner in HEADS or "LMHead" in _class_names(module)):
         return "adamw", "head"
     if owner in GATES or leaf in GATES:
         return "adamw", "router and gates"
+    if "gate" in (owner, leaf):
+        raise ValueError(f"{name}: may be a router (adamw) or half of a gated layer (normuon); {HOW_TO_SAY}")
     if param.ndim == 3 and leaf in EXPERTS:
         experts = getattr(config, "experts", "adamw")
         return (_muon_name("normuon", config) if experts == "muon" else "adamw"), "experts"
-    if param.ndim == 2 and (isinstance(module, nn.Linear) or leaf == "weight"):
+    if linear and leaf == "weight":
         if min(param.shape) == 1:
             return "adamw", "single row or column"
         return _muon_name("normuon", config), "matrix"
     raise ValueError(
-        f"{name}: no rule knows this parameter (shape {tuple(param.shape)} in a {kind}); "
-        "accepted: a name in partition(..., overrides={pattern: 'normuon' | 'adamw'})"
+        f"{name}: no rule knows this parameter (shape {tuple(param.shape)} in a {type(module).__name__}); {HOW_TO_SAY}"
     )
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """The names of a module's classes (FSDP2 puts a class of its own before them)."""
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
+def _is_norm(module: nn.Module, owner: str) -> bool:
+    """Whether a module is a norm by its or its class's name; its vectors are then scales and shifts."""
+    return any(name.lower().endswith("norm") for name in (owner, *_class_names(module)))
 
 
 def _muon_name(algorithm: str, config: Any) -> str:
