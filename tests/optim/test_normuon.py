@@ -215,16 +215,34 @@ def test_grad_norm_scale_warns_and_follows_the_gradients_size():
     assert float((x.detach() - before).norm() / small) == pytest.approx(1000, rel=1e-3)
 
 
-def test_presets_refuse_contradiction_and_missing_rates():
+@pytest.mark.parametrize(
+    ("preset", "key", "value"),
+    [
+        ("keller", "weight_decay", 0.1),  # equal to the default without a preset
+        ("torch", "cautious_wd", True),
+        ("paper", "nesterov", True),
+        ("dion", "scale", "original"),
+        ("modded", "betas", (0.95, 0.95)),
+        ("torch", "scale", "match_rms_adamw"),
+        ("dion", "lr", 0.02),
+    ],
+)
+def test_what_is_given_wins_over_a_preset(preset, key, value):
+    (group,) = NorMuon([random_parameter(3, 3)], preset=preset, **({"lr": 0.01} | {key: value})).param_groups
+    assert group[key] == value
+    others = {k: v for k, v in PRESETS[preset].items() if k not in (key, "lr")}
+    assert {k: group[k] for k in others} == others
+
+
+def test_presets_refuse_unknown_names_and_missing_rates():
     w = random_parameter(3, 3)
     with pytest.raises(ValueError, match="preset: found 'adam'"):
         NorMuon([w], preset="adam")
-    with pytest.raises(ValueError, match=r"scale: found 'spectral' beside preset 'paper'"):
-        NorMuon([w], lr=0.01, preset="paper", scale="spectral")
-    for kwargs in ({"preset": "paper"}, {"preset": "moonlight"}, {"scale": "match_rms_adamw"}):
+    needy = {"scale": "match_rms_adamw"}
+    for kwargs in ({"preset": "paper"}, {"preset": "moonlight"}, needy, {"preset": "keller"} | needy):
         with pytest.raises(ValueError, match="lr: must be given"):
             NorMuon([w], **kwargs)
-    NorMuon([w], lr=float("0.02"), scale="match_rms_adamw")  # the same number, but passed
+    NorMuon([w], lr=0.02, scale="match_rms_adamw")  # the default's number, but passed
 
 
 # ---- properties ----
@@ -483,6 +501,9 @@ def test_convert_hparams_keeps_step_and_decay():
     assert back == pytest.approx((0.02, 0.1))
     with pytest.raises(ValueError, match="to: found 'adam'"):
         convert_hparams(0.02, 0.1, source="torch", to="adam", m=m, n=n)
+    for m, n in ((0, 4), (-2, 4), (4, 0), (4, -1)):
+        with pytest.raises(ValueError, match=rf"m, n: found {m}, {n}, accepted: integers from 1"):
+            convert_hparams(0.02, 0.1, source="torch", to="spectral", m=m, n=n)
 
 
 @pytest.mark.parametrize("preset", [None, "keller"])

@@ -28,7 +28,7 @@ from hymo.optim.base import (
 from hymo.optim.matrices import check_row_blocks
 from hymo.optim.matrix_step import group_orthogonalizer, prepare
 from hymo.optim.orthogonalize import Orthogonalizer
-from hymo.optim.presets import PRESETS, apply_preset
+from hymo.optim.presets import preset_settings
 from hymo.optim.update import (
     AXES,
     DECAYS,
@@ -37,8 +37,7 @@ from hymo.optim.update import (
     statistic_axis,
 )
 
-_DEFAULT_LR = 0.02  # compared by identity, so that a rate of 0.02 that was passed counts as passed
-
+DEFAULT_LR = 0.02
 MOST_PREPARED = 16
 
 DEFAULTS = {
@@ -69,62 +68,56 @@ class NorMuon(GroupedOptimizer):
     `spectral`, `grad_norm`, `none`. normalize=False is Muon. axis: `row`, or `long` = average over the longer side.
     mask: whose sign decides on decay. decay `lr_squared` decays by lr^2 * weight_decay. preset: `presets.PRESETS`,
     e.g. `paper`. A group with `row_blocks=(r1, r2, ...)` holds fused weights: each block of rows is its own matrix.
+
+    None = not given: the preset's value, else that of `DEFAULTS` (lr 0.02). What is given wins over the preset.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = _DEFAULT_LR,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.95, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        cautious_wd: bool = True,
-        ns_iterations: int = 5,
+        lr: float | Tensor | None = None,
+        momentum: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        cautious_wd: bool | None = None,
+        ns_iterations: int | None = None,
         *,
-        nesterov: bool = True,
-        orthogonalize: str | Orthogonalizer = "polar_express",
-        dtype: str = "auto",
-        scale: str = "original",
-        normalize: bool = True,
-        axis: str = "row",
-        mask: str = "update",
-        decay: str = "lr",
+        nesterov: bool | None = None,
+        orthogonalize: str | Orthogonalizer | None = None,
+        dtype: str | None = None,
+        scale: str | None = None,
+        normalize: bool | None = None,
+        axis: str | None = None,
+        mask: str | None = None,
+        decay: str | None = None,
         preset: str | None = None,
     ):
-        given: dict[str, Any] = dict(
-            DEFAULTS,
-            momentum=momentum,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            cautious_wd=cautious_wd,
-            ns_iterations=ns_iterations,
-            nesterov=nesterov,
-            orthogonalize=orthogonalize,
-            dtype=dtype,
-            scale=scale,
-            normalize=normalize,
-            axis=axis,
-            mask=mask,
-            decay=decay,
-        )
-        if preset is not None:
-            given = apply_preset(preset, given, DEFAULTS)
-        lr = _resolve_rate(lr, given["scale"], preset)
-        super().__init__(params, dict(given, lr=lr, algorithm="normuon" if given["normalize"] else "muon"))
-
-
-def _resolve_rate(lr: float | Tensor, scale: str, preset: str | None) -> float | Tensor:
-    if lr is not _DEFAULT_LR:
-        return lr
-    if preset is not None and PRESETS[preset]["lr"] is not None:
-        return PRESETS[preset]["lr"]
-    if scale in ("match_rms_adamw", "fixed_rms"):
-        raise ValueError(
-            f"lr: must be given with scale {scale!r} (of AdamW's size, about 3e-4 to 3e-3; 0.02 is far too much)"
-        )
-    return lr
+        arguments: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": None if betas is None else tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "cautious_wd": cautious_wd,
+            "ns_iterations": ns_iterations,
+            "nesterov": nesterov,
+            "orthogonalize": orthogonalize,
+            "dtype": dtype,
+            "scale": scale,
+            "normalize": normalize,
+            "axis": axis,
+            "mask": mask,
+            "decay": decay,
+        }
+        settings: dict[str, Any] = {**DEFAULTS, "lr": DEFAULT_LR, **preset_settings(preset)}
+        settings |= {key: value for key, value in arguments.items() if value is not None}
+        if lr is None and settings["scale"] in ("match_rms_adamw", "fixed_rms"):
+            raise ValueError(
+                f"lr: must be given with scale {settings['scale']!r} (of AdamW's size, about 3e-4 to 3e-3; 0.02 is far "
+                "too much)"
+            )
+        super().__init__(params, dict(settings, algorithm="normuon" if settings["normalize"] else "muon"))
 
 
 def _check(group: Group) -> None:

@@ -1,6 +1,5 @@
 """Named settings of other Muon codes, and conversion of rate and decay between their scale conventions."""
 
-import math
 from typing import Any
 
 from hymo.optim.update import shape_scale
@@ -55,15 +54,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def apply_preset(name: str, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`given` with the preset's settings; an argument that differs from its default and from the preset is an error."""
+def preset_settings(name: str | None) -> dict[str, Any]:
+    """The settings of a preset (`lr` None = the user must give one); none for None."""
+    if name is None:
+        return {}
     if name not in PRESETS:
         raise ValueError(f"preset: found {name!r}, accepted: {', '.join(PRESETS)}")
-    preset = {k: v for k, v in PRESETS[name].items() if k != "lr"}
-    for key, value in preset.items():
-        if given[key] != defaults[key] and given[key] != value:
-            raise ValueError(f"{key}: found {given[key]!r} beside preset {name!r}, which sets {value!r}")
-    return given | preset
+    return PRESETS[name]
 
 
 # What each convention multiplies the orthogonal factor by, and whether its decay is by the rate itself.
@@ -87,7 +84,7 @@ def convert_hparams(lr: float, weight_decay: float, *, source: str, to: str, m: 
     for key, name in (("source", source), ("to", to)):
         if name not in CONVENTIONS:
             raise ValueError(f"{key}: found {name!r}, accepted: {', '.join(CONVENTIONS)}")
+    if not (m >= 1 and n >= 1):
+        raise ValueError(f"m, n: found {m}, {n}, accepted: integers from 1")
     ratio = shape_scale(CONVENTIONS[source], m, n) / shape_scale(CONVENTIONS[to], m, n)
-    if not math.isfinite(ratio):
-        raise ValueError(f"m, n: found {m}, {n}, accepted: positive integers")
     return lr * ratio, weight_decay / ratio
