@@ -165,3 +165,15 @@ def test_an_empty_matrix_and_bad_arguments():
         get_orthogonalizer("cubic", 0)
     with pytest.raises(ValueError, match=r"shape \(5,\)"):
         orthogonalize(torch.zeros(5))
+
+
+@pytest.mark.parametrize("name", ["exact", "polar_express", "cubic", "gram"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_matrix_that_is_not_finite_gives_nan_and_leaves_the_others_alone(name, value):
+    g = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    expected = orthogonalize(g, name)
+    g[1, 2, 3] = value
+    found = orthogonalize(g, name)
+    assert found[1].isnan().all()
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    assert orthogonalize(g[1], name).isnan().all()

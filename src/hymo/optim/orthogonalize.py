@@ -161,10 +161,12 @@ def orthogonalize(g: Tensor, record: Orthogonalizer | str = "polar_express") -> 
 
 
 def _exact(x: Tensor) -> Tensor:
-    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    # A matrix that is not finite becomes NaN, as with the polynomials; LAPACK would raise, on its owner alone.
+    broken = ~torch.isfinite(x).flatten(-2).all(-1)[..., None, None]
+    u, s, vh = torch.linalg.svd(x.double().masked_fill(broken, 0.0), full_matrices=False)
     # Directions without signal have no polar factor; zero keeps O(0) = 0 and the result a function of the input.
     floor = s.amax(-1, keepdim=True) * max(x.shape[-2:]) * torch.finfo(x.dtype).eps * 0.1
-    return (u * (s > floor).unsqueeze(-2)) @ vh
+    return ((u * (s > floor).unsqueeze(-2)) @ vh).masked_fill(broken, float("nan"))
 
 
 def _by_polynomial(x: Tensor, record: Orthogonalizer) -> Tensor:
