@@ -4,7 +4,7 @@ One packed all-to-all a bucket carries tiles to owners, another carries results 
 sending one overlaps orthogonalizing the other. Bytes travel in the orthogonalizer's dtype.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ def process_group(ranks: tuple[int, ...]) -> Any:
     """The group of these processes, made once; every one of them must ask for it."""
     if len(ranks) == 1:
         return None
+    ranks = tuple(sorted(ranks))  # as torch orders a group, whatever the order of a mesh
     if ranks == tuple(range(world()[1])):
         return dist.group.WORLD
     whole, group = _GROUPS.get(ranks, (None, None))
@@ -98,7 +99,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank does in one bucket: sizes in elements by peer, and the tiles of each buffer in order."""
+    """What one rank does in one bucket: sizes in elements by peer, and the tiles of each buffer in order.
+
+    Peers are in the order of the process group.
+    """
 
     send_sizes: tuple[int, ...]
     gather_sizes: tuple[int, ...]
@@ -111,11 +115,12 @@ class Route:
     owned: tuple[int, ...]  # matrices to orthogonalize
 
 
-def route(plan: ExchangePlan, bucket: tuple[tuple[int, ...], ...], rank: int) -> Route:
-    sent, send_sizes = _pieces(plan, [(o, rank) for o in range(plan.ranks)], bucket, senders_only=True)
-    results, result_sizes = _pieces(plan, [(o, rank) for o in range(plan.ranks)], bucket, senders_only=False)
-    gathered, gather_sizes = _pieces(plan, [(rank, r) for r in range(plan.ranks)], bucket, senders_only=True)
-    returned, return_sizes = _pieces(plan, [(rank, r) for r in range(plan.ranks)], bucket, senders_only=False)
+def route(plan: ExchangePlan, bucket: tuple[tuple[int, ...], ...], rank: int, peers: Sequence[int]) -> Route:
+    """``rank`` and ``peers`` are places in the mesh; ``peers`` all of them, in the order of the process group."""
+    sent, send_sizes = _pieces(plan, [(o, rank) for o in peers], bucket, senders_only=True)
+    results, result_sizes = _pieces(plan, [(o, rank) for o in peers], bucket, senders_only=False)
+    gathered, gather_sizes = _pieces(plan, [(rank, r) for r in peers], bucket, senders_only=True)
+    returned, return_sizes = _pieces(plan, [(rank, r) for r in peers], bucket, senders_only=False)
     return Route(
         send_sizes,
         gather_sizes,
@@ -154,7 +159,9 @@ class Exchange:
         self.plan, self.dtype, self.device = plan, dtype, device
         self.group = process_group(ranks)
         self.rank = ranks.index(world()[0])
-        self.routes = [route(plan, bucket, self.rank) for bucket in plan.buckets]
+        peers = sorted(range(len(ranks)), key=ranks.__getitem__)
+        self.place = peers.index(self.rank)  # in the process group
+        self.routes = [route(plan, bucket, self.rank, peers) for bucket in plan.buckets]
         self.batches = [_batches(plan, r.owned) for r in self.routes]
         self.sent_bytes = 0
 
@@ -200,7 +207,7 @@ class Exchange:
         if self.group is None:
             return buffer, None
         size = buffer.element_size()
-        self.sent_bytes += size * (sum(send) - send[self.rank])
+        self.sent_bytes += size * (sum(send) - send[self.place])
         out = torch.empty(sum(receive), dtype=self.dtype, device=self.device)
         # As bytes: every backend carries those.
         work = dist.all_to_all_single(
