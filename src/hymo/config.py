@@ -134,7 +134,7 @@ class OptimizerConfig(Section):
     """NorMuon: momentum, and the moving average of the rows' second moment"""
     adamw_betas: Betas = (0.9, 0.95)
     """AdamW's moving averages"""
-    eps: float = Field(1e-8, ge=0)
+    eps: float = Field(1e-8, gt=0)
     """added to the root of the second moment"""
     weight_decay: float = Field(0.1, ge=0)
     """decoupled decay, times the rate"""

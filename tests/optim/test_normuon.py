@@ -9,7 +9,7 @@ from torch import nn
 
 from hymo.optim.cautious_adamw import CautiousAdamW
 from hymo.optim.normuon import NorMuon
-from hymo.optim.orthogonalize import KELLER, YOU, get_orthogonalizer, orthogonalize
+from hymo.optim.orthogonalize import KELLER, YOU, Orthogonalizer, get_orthogonalizer, orthogonalize
 from hymo.optim.presets import PRESETS, convert_hparams
 from hymo.optim.update import shape_scale
 
@@ -450,11 +450,30 @@ def test_a_changed_setting_is_refused_unless_allowed():
         ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
         ({"betas": (0.95, 1.0)}, "betas: found"),
         ({"orthogonalize": "svd"}, "orthogonalize: found 'svd'"),
+        ({"eps": 0.0}, "eps: found 0.0, accepted: a number above 0"),
+        ({"eps": -1e-8}, "eps: found -1e-08"),
+        ({"dtype": "bf16"}, "dtype: found 'bf16', accepted: auto, bfloat16"),
+        ({"dtype": "int8"}, "dtype: found 'int8'"),
+        ({"orthogonalize": Orthogonalizer("own", (KELLER,), dtype="half")}, "dtype: found 'half'"),
+        ({"nesterov": "no"}, "nesterov: found 'no', accepted: True, False"),
+        ({"cautious_wd": "no"}, "cautious_wd: found 'no'"),
     ],
 )
 def test_bad_settings_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         NorMuon([random_parameter(3, 3)], **kwargs)
+
+
+def test_adamw_names_bad_settings():
+    for key, value in (("eps", 0.0), ("cautious_wd", "no"), ("weight_decay", -1.0)):
+        with pytest.raises(ValueError, match=f"{key}: found {value!r}, accepted"):
+            CautiousAdamW([random_parameter(3, 3)], **{key: value})
+
+
+@pytest.mark.parametrize("make", [NorMuon, CautiousAdamW])
+def test_complex_parameters_are_named(make):
+    with pytest.raises(ValueError, match=r"phases: found torch.complex64, accepted: real floating-point numbers"):
+        make([("phases", nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64)))])
 
 
 def test_bad_parameters_are_named():

@@ -148,6 +148,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for key in set(group) - known:  # defaults of another algorithm, put there by torch
             del group[key]
         try:
+            for i, param in enumerate(group["params"]):
+                if not param.is_floating_point():
+                    raise ValueError(
+                        f"{group_name(group, i)}: found {param.dtype}, accepted: real floating-point numbers"
+                    )
             algorithm.check(group)
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
@@ -277,11 +282,14 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def check_number(group: Group, key: str, low: float, high: float = float("inf")) -> None:
-    """Raise ValueError unless low <= group[key] < high."""
+def check_number(group: Group, key: str, low: float, high: float = float("inf"), *, above: bool = False) -> None:
+    """Raise ValueError unless low <= group[key] < high (low < with `above`)."""
     value = group[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
-        bound = f"a number from {low:g}" + ("" if high == float("inf") else f" below {high:g}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value < high or (above and value == low):
+        bound = f"a number {'above' if above else 'from'} {low:g}" + (
+            "" if high == float("inf") else f" below {high:g}"
+        )
         raise ValueError(f"{key}: found {value!r}, accepted: {bound}")
 
 

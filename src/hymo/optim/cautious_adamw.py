@@ -61,8 +61,11 @@ DEFAULTS = {
 
 
 def _check(group: Group) -> None:
-    for key in ("eps", "weight_decay", "embed_weight_decay"):
+    check_number(group, "eps", 0.0, above=True)
+    for key in ("weight_decay", "embed_weight_decay"):
         check_number(group, key, 0.0)
+    for key in ("embedding", "cautious_wd"):
+        check_choice(group, key, (True, False))
     check_choice(group, "mask", MASKS)
     betas = group["betas"] = tuple(group["betas"])
     if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):

@@ -38,6 +38,7 @@ from hymo.optim.update import (
 )
 
 DEFAULT_LR = 0.02
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 MOST_PREPARED = 16
 
 DEFAULTS = {
@@ -122,9 +123,10 @@ class NorMuon(GroupedOptimizer):
 
 def _check(group: Group) -> None:
     check_number(group, "momentum", 0.0, 1.0)
-    for key in ("eps", "weight_decay"):
-        check_number(group, key, 0.0)
-    for key, accepted in (("scale", SCALES), ("axis", AXES), ("mask", MASKS), ("decay", DECAYS)):
+    check_number(group, "eps", 0.0, above=True)  # a row without gradient is divided by it
+    check_number(group, "weight_decay", 0.0)
+    choices = {"scale": SCALES, "axis": AXES, "mask": MASKS, "decay": DECAYS, "dtype": DTYPES}
+    for key, accepted in (choices | dict.fromkeys(("nesterov", "cautious_wd", "normalize"), (True, False))).items():
         check_choice(group, key, accepted)
     betas = group["betas"] = tuple(group["betas"])
     if len(betas) != 2 or not all(0.0 <= b < 1.0 for b in betas):
@@ -134,7 +136,7 @@ def _check(group: Group) -> None:
     if group["normalize"] != (group["algorithm"] == "normuon"):
         raise ValueError(f"normalize: found {group['normalize']} in a {group['algorithm']} group")
     group["row_blocks"] = tuple(group["row_blocks"]) if group["row_blocks"] is not None else None
-    group_orthogonalizer(group)
+    check_choice({"dtype": group_orthogonalizer(group).dtype}, "dtype", DTYPES)  # a record brings its own
     for i, param in enumerate(group["params"]):
         check_row_blocks(param.shape, group["row_blocks"], group_name(group, i))
         layout_of(param, True, group_name(group, i))  # refuses by name what it cannot cut
