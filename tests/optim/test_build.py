@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -141,3 +142,22 @@ def test_a_copied_optimizer_still_steps():
     before = pair[0]["q"].weight.detach().clone()
     pair[1].step()
     assert not torch.equal(before, pair[0]["q"].weight.detach())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_takes_everything_along(copied):
+    model = toy()
+    optimizers = build_optimizers(model, OptimizerConfig(qk_clip=50.0))
+    optimizers.share_replicas, optimizers.bucket_bytes = False, 77
+    backward(model)
+    optimizers.step()
+    other_model, other = copied((model, optimizers))
+    assert other.partition == optimizers.partition
+    assert (other.qk_clip, other.share_replicas, other.bucket_bytes) == (50.0, False, 77)
+    other.clip_qk(other_model, [])  # no attention here
+    for m, optimizer in ((model, optimizers), (other_model, other)):
+        m.zero_grad()
+        backward(m, 1)
+        optimizer.step()
+    for a, b in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(a, b)

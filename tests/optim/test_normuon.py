@@ -501,14 +501,20 @@ def test_single_row_and_column_matrices_become_unit_vectors():
         torch.testing.assert_close(before - w.detach(), g / g.norm(), rtol=1e-5, atol=1e-6)
 
 
-def test_records_can_be_passed_whole():
+def test_records_can_be_passed_whole(tmp_path):
     record = get_orthogonalizer("you", 3, dtype="float64")
     assert record.coefficients == YOU[:3]
     w = random_parameter(4, 4)
     optimizer = NorMuon([w], orthogonalize=record)
     optimizer.step()
-    other = NorMuon([random_parameter(4, 4)], orthogonalize=record)
-    other.load_state_dict(optimizer.state_dict())
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    saved = torch.load(tmp_path / "o.pt", weights_only=True)
+    other = NorMuon([x := random_parameter(4, 4)], orthogonalize=record)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["orthogonalize"] == optimizer.param_groups[0]["orthogonalize"] == record
+    assert torch.equal(other.state[x]["momentum"], optimizer.state[w]["momentum"])
+    with pytest.raises(ValueError, match=r"orthogonalize: saved .*Orthogonalizer"):
+        NorMuon([random_parameter(4, 4)], orthogonalize=get_orthogonalizer("you", 4)).load_state_dict(saved)
 
 
 def test_convert_hparams_keeps_step_and_decay():

@@ -8,7 +8,7 @@ a schedule never makes the host wait; `set_factor` returns the same rates as Pyt
 import importlib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     share_replicas = True
     bucket_bytes = BUCKET_BYTES
+    kept: tuple[str, ...] = ("share_replicas", "bucket_bytes")  # what a copy takes along beside groups and state
 
     def __init__(self, params: Iterable[Any], defaults: Group):
         self.prepared: dict[frozenset[Tensor], list[Any]] = {}  # steps by the parameters that have a gradient
@@ -162,6 +163,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             self.state[param] = common_state(param) | algorithm.state(param, group)
         self.prepared.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After copying or unpickling: what was prepared belongs to other tensors."""
@@ -232,6 +236,14 @@ class GroupedOptimizer(torch.optim.Optimizer):
         ]
         if changes:
             raise ValueError("optimizer settings changed: " + "; ".join(changes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, in plain values: an `Orthogonalizer` as text, so that torch.load takes it with weights_only."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            if is_dataclass(group.get("orthogonalize")):
+                group["orthogonalize"] = str(group["orthogonalize"])
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, allow_changed_settings: bool = False) -> None:
         """Copy saved state and rates into this optimizer, in place, keeping its dtypes and layout.

@@ -30,6 +30,8 @@ class Optimizers(GroupedOptimizer):
     partition: the table it was built from; qk_clip: the threshold of the attention logits, or None.
     """
 
+    kept = (*GroupedOptimizer.kept, "partition", "qk_clip")
+
     def __init__(self, groups: list[Group], table: Partition, qk_clip: float | None = None):
         self.partition = table
         self.qk_clip = qk_clip
