@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hymo.checkpoint import manifest, store
+from hymo.checkpoint.safe_metadata import SafeReader
 from hymo.checkpoint.store import CheckpointError, latest, load, read_manifest, save
 
 META = {"config": {"model": {"dim": 8}}, "rng": [1, 2, 3], "position": 40}
@@ -323,3 +324,15 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 def test_a_shared_folder_is_proved_and_leaves_no_trace(tmp_path):
     store.prove_shared(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_ctrl_c_while_reading_is_no_damage(tmp_path, monkeypatch):
+    """DCP wraps it like a failure to read."""
+    path = save(tmp_path, 1, 1, {"model": {"w": torch.ones(3)}}, {})
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SafeReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(path, {"model": {"w": torch.zeros(3)}})

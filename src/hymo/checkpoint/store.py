@@ -174,6 +174,7 @@ def load(
     try:
         _read_tensors(path, tensors, described, group)
     except dcp.CheckpointException as error:
+        pass_on_interrupt(error)
         raise CheckpointError(f"{path} could not be read: {_say(error)}", files.one_before(path)) from None
     return record
 
@@ -398,6 +399,13 @@ def _reads(file: Path, token: str) -> bool:
         return file.read_text(encoding="utf-8") == token
     except OSError:
         return False
+
+
+def pass_on_interrupt(error: dcp.CheckpointException) -> None:
+    """Raise the Ctrl-C or the exit that DCP has wrapped like a failure to read; do nothing for such failures."""
+    for inner, _ in error.failures.values():
+        if isinstance(inner, KeyboardInterrupt | SystemExit):
+            raise inner from None
 
 
 def _say(error: BaseException | None) -> str | None:

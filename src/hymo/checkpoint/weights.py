@@ -75,6 +75,7 @@ class CheckpointWeights:
             try:
                 dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
             except dcp.CheckpointException as error:
+                store.pass_on_interrupt(error)
                 raise CheckpointError(f"{self.path} could not be read: {error}") from None
         return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
 
