@@ -92,7 +92,7 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
     from hymo.checkpoint import store
     from hymo.checkpoint.manifest import WEIGHTS_ONLY
     from hymo.evaluate_lengths import evaluate_by_length, table
-    from hymo.runs import open_run, tokenizer_of
+    from hymo.runs import open_run, refuse_absent_text, tokenizer_of
 
     run = open_run(path, overrides)
     t, meta = run.config.training, store.read_manifest(run.checkpoint).meta
@@ -100,6 +100,7 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
         raise HyMoError(f"{path}: was imported without text of its own; accepted: --data PATH, text to evaluate")
     data = run.config.data.model_copy(update={"tokenizer": tokenizer_of(run.checkpoint, run.config)})
     if sources is None:
+        refuse_absent_text(run.config, instead="--data PATH, other text to evaluate, or ")
         own = prepare(data)
         sets = own.val
         if meta.get("data_fingerprint", own.train.fingerprint) != own.train.fingerprint and reduce.is_main():

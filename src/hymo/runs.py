@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hymo.checkpoint import store
-from hymo.checkpoint.manifest import MANIFEST, damaged
+from hymo.checkpoint.manifest import MANIFEST, damaged, refuse_weights_only
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, read_yaml, to_dict, to_yaml
 from hymo.data.tokenize import Tokenizer, open_tokenizer
@@ -38,6 +38,8 @@ FREE_KEYS = {
     "data": {"cache_dir", "val", "workers"},
 }  # fmt: skip
 FREE_SECTIONS = ("checkpoint", "logging")
+MOVABLE = ("data.source", "data.tokenizer")
+"""Keys that name places: the checkpoint's fingerprint says whether what lies there now is the same."""
 
 
 def reserve_run_dir(name: str, root: Path = Path("runs")) -> Path:
@@ -147,7 +149,9 @@ def resumed_config(
 ) -> tuple[HyMoConfig, dict[str, tuple[Any, Any]]]:
     """The configuration a run goes on with, and what differs of the keys that may.
 
-    Without a file, the run's own with the overrides on top. A key that changes the mathematics must be what it was.
+    Without a file, the run's own with the overrides on top. A key that changes the mathematics must be what it was;
+    where text and tokenizer lie may be another place, if there is a checkpoint, whose fingerprint is compared when they
+    are read (`hymo.training.recovery.restore`).
     """
     before = load_config(run_dir / CONFIG)
     base = to_dict(before) if path is None else read_yaml(path)
@@ -156,13 +160,39 @@ def resumed_config(
         asked = merge(asked, {"training": {"init_from": before.training.init_from}})
     after = with_absolute_paths(build_config(asked))
     differing = changed_keys(before, after)
-    changed = {key: values for key, values in differing.items() if not _is_free(key)}
+    newest = store.latest(run_dir)
+    if newest is not None:  # before any text is read
+        refuse_weights_only(newest, store.read_manifest(newest))
+    places = MOVABLE if newest is not None else ()
+    changed = {key: values for key, values in differing.items() if not _is_free(key) and key not in places}
     if changed:
         lines = [f"{key}: the run has {old!r}, found {new!r}" for key, (old, new) in changed.items()]
         if any(key.startswith("scheduler.") for key in changed):
             lines.append("a longer run or another decay is a new run: hymo branch RUN --extend TOTAL, or --at STEP")
         raise HyMoError("\n".join([*lines, f"--resume {run_dir}: accepted: the values the run began with"]))
+    refuse_absent_text(after)
     return after, differing
+
+
+def refuse_absent_text(config: HyMoConfig, *, instead: str = "") -> None:
+    """Name the option that helps where the text or tokenizer of a run was moved or removed.
+
+    instead: what is accepted too, in which case the tokenizer is not looked for.
+    """
+    d = config.data
+    places = [entry if isinstance(entry, str) else entry.path for entry in d.source or ()]
+    lines = [
+        f"data.source: {path!r} is not there any more; accepted: {instead}--data.source PATH, where it is now"
+        for path in places
+        if "://" not in path and not Path(path).exists()
+    ]
+    name, _, _ = d.tokenizer.partition("#")
+    if not instead and d.tokenizer != "bytes" and not Path(name).exists():
+        lines.append(
+            f"data.tokenizer: {name!r} is not there any more; accepted: --data.tokenizer FILE, where it is now"
+        )
+    if lines:
+        raise HyMoError("\n".join(lines))
 
 
 def changed_keys(before: HyMoConfig, after: HyMoConfig) -> dict[str, tuple[Any, Any]]:
@@ -216,11 +246,17 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
     if "config" not in manifest.meta:
         raise HyMoError(f"{checkpoint}: holds no configuration; accepted: a checkpoint that hymo train wrote")
     config = build_config(merge(manifest.meta["config"], parse_overrides(overrides)))
+    tokenizer_place = tokenizer_of(checkpoint, config)
+    name, _, _ = tokenizer_place.partition("#")
+    if name != "bytes" and not Path(name).exists():
+        raise HyMoError(
+            f"{path}: its tokenizer {name!r} is not there any more; accepted: --data.tokenizer FILE, where it is now"
+        )
     device = mesh.init_distributed(config.training.device)
     model = build_hymo(config, device=device, initialise=False)  # the checkpoint has every parameter
     store.load(checkpoint, {"model": model.state_dict()}, only=("model",))
     thread_optimization_flags(model, config.training, device)
-    tokenizer = open_tokenizer(tokenizer_of(checkpoint, config))
+    tokenizer = open_tokenizer(tokenizer_place)
     return OpenRun(config, model.eval(), tokenizer, device, checkpoint, manifest.step)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from hymo.cli import main
 from hymo.data import DataError, TokenSet, build
+from hymo.observe.metrics import read_metrics
 
 
 def build_bytes(source: Path, out: Path, **options) -> int:
@@ -104,6 +105,52 @@ def test_a_data_set_that_was_built_again_is_refused_by_resume_and_said_by_eval(t
     assert "the run read other text (fingerprint " in capsys.readouterr().err
     assert main(["eval", run]) == 0
     assert "data.source is not the text that the run was trained on" in capsys.readouterr().out
+
+
+def test_a_run_and_its_data_set_that_were_moved_go_on_bitwise(tmp_path, text, small_flags, capsys):
+    """By the content's fingerprint; other text is refused as ever, and without the option the message names it."""
+    flags = [flag for flag in small_flags if "--data.source" not in flag]
+    flags += ["--model.vocab_size=290", "--checkpoint.every=3", "--checkpoint.keep=9", "--logging.every=1"]
+    old, new = tmp_path / "old", tmp_path / "new"
+    build([text], old / "set", vocab_size=290, workers=0)
+    here = ["--data.source", str(old / "set"), "--data.tokenizer", str(old / "set/tokenizer.json")]
+    assert main(["train", *flags, *here, "--run-dir", str(old / "run")]) == 0
+    whole = [row["loss"] for row in read_metrics(old / "run/metrics.jsonl") if "loss" in row]
+    shutil.rmtree(old / "run/checkpoints/step-6")
+    old.rename(new)
+    capsys.readouterr()
+    resume = ["train", "--run-dir", str(new / "run"), "--resume"]
+    there = ["--data.source", str(new / "set"), "--data.tokenizer", str(new / "set/tokenizer.json")]
+
+    for words in (resume, ["branch", str(new / "run"), "--at", "3", "--decay", "2"]):
+        assert main(words) == 2
+        message = capsys.readouterr().err
+        assert "is not there any more; accepted: --data.source PATH" in message
+        assert "is not there any more; accepted: --data.tokenizer FILE" in message
+    assert [path.name for path in new.iterdir() if path.name.startswith("run")] == ["run"]
+    assert main(["eval", str(new / "run")]) == 2
+    message = capsys.readouterr().err
+    assert "accepted: --data PATH, other text to evaluate, or --data.source PATH, where it is now" in message
+    assert main(["eval", str(new / "run"), "--data.source", str(new / "set")]) == 0
+    assert main(["generate", str(new / "run"), "so", "--max-tokens", "2"]) == 0  # the run has a copy of the tokenizer
+
+    text.write_text(text.read_text().replace("words", "other words"))
+    build([text], new / "other", tokenizer=str(new / "set/tokenizer.json"), workers=0)
+    before = (new / "run/config.yaml").read_text()
+    other = ["--data.source", str(new / "other"), "--data.tokenizer", str(new / "other/tokenizer.json")]
+    assert main([*resume, *other]) == 2
+    assert "the run read other text (fingerprint " in capsys.readouterr().err
+    assert (new / "run/config.yaml").read_text() == before
+
+    assert main([*resume, *there]) == 0
+    out = capsys.readouterr().out
+    assert out.count("data.source: from now on") == out.count("data.tokenizer: from now on") == 1
+    assert "resume: bitwise" in out
+    assert [row["loss"] for row in read_metrics(new / "run/metrics.jsonl") if "loss" in row] == whole
+    assert main(resume) == 0  # the new places are the run's now
+    assert "from now on" not in capsys.readouterr().out
+    checkpoints = [str(new / f"run/checkpoints/step-{step}") for step in (3, 6)]  # of both places
+    assert main(["average", *checkpoints, "--out", str(new / "mean")]) == 0
 
 
 MEASURE = """

@@ -15,6 +15,7 @@ from torch import Tensor
 from hymo.checkpoint.branch import eligible_checkpoints
 from hymo.checkpoint.manifest import FOLDER, MANIFEST, sha256, step_of
 from hymo.checkpoint.weights import CheckpointWeights, groups_by_size, refuse_used, tokenizer_file, write_weights
+from hymo.data.tokenize import open_tokenizer
 from hymo.errors import HyMoError
 from hymo.runs import CONFIG, find_checkpoint
 
@@ -79,7 +80,7 @@ def _refuse_another_model(first: CheckpointWeights, other: CheckpointWeights) ->
     for section, names in (("model", type(first.config.model).model_fields), ("data", ("tokenizer",))):
         for name in names:
             a, b = getattr(getattr(first.config, section), name), getattr(getattr(other.config, section), name)
-            if a != b:
+            if a != b and not (name == "tokenizer" and _same_tokenizer(first, other)):
                 raise HyMoError(
                     f"average: {section}.{name} is {a!r} in {first.path} and {b!r} in {other.path}; accepted: "
                     "checkpoints of one model"
@@ -88,6 +89,19 @@ def _refuse_another_model(first: CheckpointWeights, other: CheckpointWeights) ->
         raise HyMoError(
             f"average: {first.path} and {other.path} hold other tensors; accepted: checkpoints of one model"
         )
+
+
+def _same_tokenizer(first: CheckpointWeights, other: CheckpointWeights) -> bool:
+    """Whether two tokenizers are the same by content: a run whose data set was moved names two places."""
+    return open_tokenizer(first.tokenizer).fingerprint == open_tokenizer(other.tokenizer).fingerprint
+
+
+def _same_tokenizer(a: str, b: str) -> bool:
+    """By content: a run that was moved names another file."""
+    files = tokenizer_file(a), tokenizer_file(b)
+    if None in files or not all(path.is_file() for path in files if path):
+        return a == b
+    return len({path.read_bytes() for path in files if path}) == 1
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from hymo.checkpoint import store
 from hymo.checkpoint.manifest import damaged
 from hymo.checkpoint.weights import open_weights, refuse_other_shapes
 from hymo.config import HyMoConfig
-from hymo.config_io import load_config
+from hymo.config_io import build_config, load_config, merge, parse_overrides, to_dict
 from hymo.distributed import mesh, reduce
 from hymo.distributed.fsdp import gather_model
 from hymo.errors import HyMoError
@@ -28,6 +28,7 @@ from hymo.observe.watchdog import Watchdog
 from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
+    MOVABLE,
     SAMPLES,
     absolute_path,
     check_run_dir,
@@ -35,6 +36,7 @@ from hymo.runs import (
     keep_tokenizer,
     make_run_dir,
     newest_run_dir,
+    refuse_absent_text,
     refuse_existing,
     refuse_foreign,
     reserve_run_dir,
@@ -133,10 +135,14 @@ def start_and_train(
             print_header(trainer, config, folder)
             store.prove_shared(folder)
             newest = newest_checkpoint(folder, trainer) if goes_on else None
+            moved = {key: new for key, (_, new) in changed.items() if key in MOVABLE}
             for key, (old, new) in changed.items():
-                trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
+                if key not in moved:
+                    trainer.log.line(f"changed for this part of the run: {key}: {old} -> {new}")
             if newest is not None:
-                trainer.resume(newest)
+                trainer.resume(newest, moved=bool(moved))
+                for key, new in moved.items():
+                    trainer.log.line(f"{key}: from now on {new}, where the same text and tokenizer are (fingerprint)")
             elif config.training.init_from is not None:
                 trainer.init_from(config.training.init_from)
             keep_tokenizer(folder, config)
@@ -190,6 +196,9 @@ def branch(
     made, problem = None, None
     if reduce.is_main():
         try:
+            if not create_only and (Path(run) / CONFIG).is_file():
+                parent = to_dict(load_config(Path(run) / CONFIG))
+                refuse_absent_text(with_absolute_paths(build_config(merge(parent, parse_overrides(overrides)))))
             made = (
                 branching.branch(run, at, decay, overrides, run_dir)
                 if decay is not None

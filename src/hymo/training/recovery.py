@@ -94,12 +94,13 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def restore(
-    checkpoint: Path, model: HyMo, optimizers: Optimizers, train: TokenSet, run_dir: Path | None
+    checkpoint: Path, model: HyMo, optimizers: Optimizers, train: TokenSet, run_dir: Path | None, *, moved: bool = False
 ) -> tuple[Progress, Manifest]:
     """Fill model and optimizer from a checkpoint, in place, and say where the run stands.
 
     At the point where a run was branched off, other data (read from its start) and other optimizer settings are what
-    the branch is for; anywhere else they are refused.
+    the branch is for; anywhere else they are refused. moved: the text is named by another path than the run's, so that
+    its fingerprint alone says that it is the same: other text is refused there too.
     """
     manifest = store.read_manifest(checkpoint)
     refuse_weights_only(checkpoint, manifest)
@@ -111,7 +112,7 @@ def restore(
         except ValueError as error:
             raise HyMoError(f"{checkpoint}: {error}") from None
     same_data = before["data_fingerprint"] == train.fingerprint
-    if not same_data and not at_branch:
+    if not same_data and (moved or not at_branch):
         raise HyMoError(
             f"{checkpoint}: the run read other text (fingerprint {before['data_fingerprint'][:12]}, found "
             f"{train.fingerprint[:12]}); accepted: the same data.source and data.tokenizer"

@@ -287,10 +287,13 @@ class Trainer:
         self._saved_moment = self.progress.moment
         self._hear_saves()
 
-    def resume(self, checkpoint: Path) -> None:
-        """Take everything from a checkpoint: parameters, optimizer state, counters and the place in the data."""
+    def resume(self, checkpoint: Path, *, moved: bool = False) -> None:
+        """Take everything from a checkpoint: parameters, optimizer state, counters and the place in the data.
+
+        moved: the text lies elsewhere than before, and must be known by its fingerprint.
+        """
         self.progress, manifest = recovery.restore(
-            checkpoint, self.model, self.optimizers, self.data.train, self.run_dir
+            checkpoint, self.model, self.optimizers, self.data.train, self.run_dir, moved=moved
         )
         self._restart_stream()
         self.last_checkpoint, self._saved_moment = checkpoint, self.progress.moment
