@@ -96,14 +96,6 @@ def _same_tokenizer(first: CheckpointWeights, other: CheckpointWeights) -> bool:
     return open_tokenizer(first.tokenizer).fingerprint == open_tokenizer(other.tokenizer).fingerprint
 
 
-def _same_tokenizer(a: str, b: str) -> bool:
-    """By content: a run that was moved names another file."""
-    files = tokenizer_file(a), tokenizer_file(b)
-    if None in files or not all(path.is_file() for path in files if path):
-        return a == b
-    return len({path.read_bytes() for path in files if path}) == 1
-
-
 @torch.no_grad()
 def _mean(weights: Sequence[CheckpointWeights]) -> dict[str, Tensor]:
     shapes = weights[0].shapes
