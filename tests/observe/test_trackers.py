@@ -3,9 +3,11 @@
 import json
 import sqlite3
 import struct
+import sys
 
 import pytest
 
+from hymo.cli import main
 from hymo.config_io import load_config
 from hymo.observe.trackers import numbers, open_trackers
 
@@ -15,6 +17,21 @@ ROWS = [
 ]
 
 trackio = pytest.importorskip("trackio")
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_an_absent_package_is_said_before_anything_is_read_or_made(
+    name, module, small_flags, tmp_path, monkeypatch, capsys
+):
+    """So that the same command works after the package was installed."""
+    monkeypatch.setattr("hymo.training.trainer.prepare_data", lambda *_: pytest.fail("text was read"))
+    monkeypatch.setitem(sys.modules, module, None)
+    run = tmp_path / "run"
+    assert main(["train", *small_flags, f"--logging.trackers=[{name}]", "--run-dir", str(run)]) == 2
+    assert f"logging.trackers: found {name} without its package; accepted: pip install 'hymo[track]'" in (
+        capsys.readouterr().err
+    )
+    assert not run.exists()
 
 
 def stored(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -13,6 +14,9 @@ from typing import Any, Protocol
 
 from hymo.config import ConfigError, HyMoConfig
 from hymo.config_io import to_dict
+from hymo.distributed import reduce
+
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 class Tracker(Protocol):
@@ -104,19 +108,30 @@ class Trackio:
             self._run.finish()
 
 
+def check_trackers(config: HyMoConfig) -> None:
+    """Raise ConfigError on all ranks where the main one, which opens the trackers, lacks a package of theirs."""
+    problem = None
+    if reduce.is_main():
+        for name in config.logging.trackers:
+            try:
+                importlib.import_module(PACKAGES[name])
+            except ImportError:
+                problem = (
+                    f"logging.trackers: found {name} without its package; accepted: pip install 'hymo[track]', or "
+                    "another"
+                )
+                break
+    problem = reduce.broadcast_object(problem)
+    if problem is not None:
+        raise ConfigError([problem])
+
+
 def open_trackers(config: HyMoConfig, run_dir: Path, first_step: int) -> list[Tracker]:
-    """The trackers that ``logging.trackers`` names."""
+    """The trackers that ``logging.trackers`` names, whose packages are there (`check_trackers`)."""
     found: list[Tracker] = []
     for name in config.logging.trackers:
-        try:
-            if name == "tensorboard":
-                board: Tracker = TensorBoard(run_dir, first_step)
-            else:
-                board = (Trackio if name == "trackio" else WeightsAndBiases)(run_dir, config)
-        except ImportError:
-            line = (
-                f"logging.trackers: found {name} without its package; accepted: pip install 'hymo[track]', or another"
-            )
-            raise ConfigError([line]) from None
-        found.append(board)
+        if name == "tensorboard":
+            found.append(TensorBoard(run_dir, first_step))
+        else:
+            found.append((Trackio if name == "trackio" else WeightsAndBiases)(run_dir, config))
     return found

@@ -30,7 +30,7 @@ from hymo.models.model import HyMo, build_hymo
 from hymo.observe.log import Log, step_line
 from hymo.observe.metrics import MetricsFile, Throughput, device_peak_flops, has_evaluation, memory_bytes
 from hymo.observe.profile import StepProfiler
-from hymo.observe.trackers import Tracker, open_trackers
+from hymo.observe.trackers import Tracker, check_trackers, open_trackers
 from hymo.observe.units import duration
 from hymo.observe.watchdog import Watchdog
 from hymo.optim.build import build_optimizers
@@ -101,6 +101,8 @@ class Trainer:
         computing_precision(t, self.device)
         self.deal = Deal(t.global_batch_size, reduce.world_size(), t.micro_batch_size)
         check_deal(config, self.deal, self.log)
+        if run_dir is not None:
+            check_trackers(config)
         self.data = data if data is not None else prepare_data(config, self.log)
         check_data(config, self.data, self.log)
 
