@@ -493,6 +493,90 @@ def test_a_sparse_gradient_is_named(make):
         make([("table", table.weight)]).step()
 
 
+CYCLES = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [0.02, 0.003], total_steps=10),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.001, 0.02, step_size_up=3),
+    "averaging": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, 3),
+}
+
+
+def scheduled(cycle: str) -> tuple[list[nn.Parameter], NorMuon, torch.optim.lr_scheduler.LRScheduler]:
+    params = [random_parameter(4, 3), random_parameter(4, 3, seed=1)]
+    optimizer = NorMuon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw", "lr": 3e-3}])
+    return params, optimizer, CYCLES[cycle](optimizer)
+
+
+@pytest.mark.parametrize("cycle", list(CYCLES))
+def test_schedulers_that_put_keys_into_groups_resume(cycle):
+    params, optimizer, schedule = scheduled(cycle)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    if cycle != "averaging":
+        group = optimizer.param_groups[0]
+        optimizer.step()
+        assert group["momentum"] == group["betas"][0] != 0.95
+    saved = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
+    others, other, other_schedule = scheduled(cycle)
+    with torch.no_grad():
+        for x, y in zip(others, params, strict=True):
+            x.copy_(y)
+    other.load_state_dict(saved[0])
+    other_schedule.load_state_dict(saved[1])
+    for _ in range(2):
+        for o, s in ((optimizer, schedule), (other, other_schedule)):
+            o.step()
+            s.step()
+    for x, y in zip(others, params, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_schedule_of_betas_moves_the_momentum():
+    w = random_parameter(4, 3)
+    optimizer = NorMuon([w])
+    optimizer.param_groups[0]["betas"] = (0.5, 0.95)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[w]["momentum"], 0.5 * w.grad)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[w]["momentum"], w.grad)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("ns_iterations", 1), ("orthogonalize", "cubic"), ("dtype", "bfloat16"), ("scale", "none"), ("mask", "grad")],
+)
+def test_a_setting_changed_between_steps_counts_from_the_next_on(key, value):
+    w = random_parameter(6, 4)
+    optimizer = NorMuon([w])
+    optimizer.step()
+    x = nn.Parameter(w.detach().clone())
+    x.grad = w.grad = -w.grad
+    other = NorMuon([x], **{key: value})
+    other.load_state_dict(optimizer.state_dict(), allow_changed_settings=True)
+    same = copy.deepcopy((w, optimizer))
+    optimizer.param_groups[0][key] = value
+    same[0].grad = w.grad
+    for o in (optimizer, other, same[1]):
+        o.step()
+    assert torch.equal(w, x)
+    assert not torch.equal(w, same[0])
+
+
+def test_a_changed_setting_is_checked_and_what_the_state_depends_on_is_refused():
+    optimizer = NorMuon([w := random_parameter(6, 4)])
+    before = w.detach().clone()
+    for key, value in (("axis", "long"), ("row_blocks", (3, 3)), ("normalize", False), ("algorithm", "muon")):
+        old, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], value
+        with pytest.raises(ValueError, match=f"group 0 {key}: found .* accepted: a new optimizer"):
+            optimizer.step()
+        optimizer.param_groups[0][key] = old
+    optimizer.param_groups[0]["eps"] = 0.0
+    with pytest.raises(ValueError, match=r"eps: found 0\.0"):
+        optimizer.step()
+    assert torch.equal(w, before)
+
+
 def test_single_row_and_column_matrices_become_unit_vectors():
     for shape in ((1, 7), (7, 1)):
         w = random_parameter(*shape)

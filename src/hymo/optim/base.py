@@ -18,6 +18,9 @@ from hymo.distributed.exchange_plan import BUCKET_BYTES
 
 Group = dict[str, Any]
 BOOKKEEPING = ("params", "param_names", "lr", "base_lr", "initial_lr")  # group keys that are no settings
+# Settings that may change between steps at no cost; others but the fixed ones make the next step prepare itself anew.
+LIVE = {"momentum", "betas", "eps", "weight_decay", "embed_weight_decay", "cautious_wd", "nesterov", "mask", "decay"}
+FIXED = ("algorithm", "normalize", "axis", "row_blocks", "embedding")  # what a group is, and what state it has
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
     the same keys on every process. Half-precision parameters get a float32 copy; after writing into such a parameter
     by hand call `refresh_masters()`.
 
+    A setting that is changed in `param_groups` counts from the next step on (`FIXED` ones are refused there).
+    `momentum` and `betas[0]` are one setting, so a schedule may move either.
+
     share_replicas: plain tensors of a job of several processes are replicas with equal gradients, whose matrices the
     processes share; set it to False before the first step if they are not. bucket_bytes: see `plan_exchange`.
     """
@@ -125,6 +131,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: Group):
         self.prepared: dict[frozenset[Tensor], list[Any]] = {}  # steps by the parameters that have a gradient
+        self.seen: list[Group] = []  # the settings of each group at the last step
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -163,6 +170,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             self.state[param] = common_state(param) | algorithm.state(param, group)
         self.prepared.clear()
+        self.seen.append(own_settings(group))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self.kept}
@@ -171,6 +179,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """After copying or unpickling: what was prepared belongs to other tensors."""
         super().__setstate__(state)
         self.prepared = {}
+        self.seen = [own_settings(group) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -179,11 +188,34 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_changes()
         check_gradients(self.param_groups)
         for name, algorithm in ALGORITHMS.items():
             if groups := [g for g in self.param_groups if g["algorithm"] == name]:
                 algorithm.step(self, groups)
         return loss
+
+    def _take_changes(self) -> None:
+        """Check the settings that were changed since the last step and go on with them."""
+        for i, (group, seen) in enumerate(zip(self.param_groups, self.seen, strict=True)):
+            changed = [key for key, value in seen.items() if group[key] is not value and group[key] != value]
+            if not changed:
+                continue
+            for key in FIXED:
+                if key in changed:
+                    raise ValueError(
+                        f"group {i} {key}: found {group[key]!r} instead of {seen[key]!r}, on which the state depends; "
+                        "accepted: a new optimizer"
+                    )
+            if "momentum" in seen and ("momentum" in changed) != ("betas" in changed):
+                if "momentum" in changed:
+                    group["betas"] = (group["momentum"], *group["betas"][1:])
+                else:
+                    group["momentum"] = group["betas"][0]
+            ALGORITHMS[group["algorithm"]].check(group)
+            if not LIVE.issuperset(changed):
+                self.prepared.clear()
+            self.seen[i] = own_settings(group)
 
     def rates(self, factor: float = 1.0) -> tuple[float, float]:
         """(lr_muon, lr_adamw) at `factor`: the first group's of each kind, 0.0 for a kind without groups."""
@@ -221,18 +253,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each group without rates, in plain JSON values: what a resumed run must agree on."""
-        return [{k: _plain(v) for k, v in g.items() if k not in BOOKKEEPING} for g in self.param_groups]
+        return [{k: _plain(v) for k, v in own_settings(g).items()} for g in self.param_groups]
 
     def check_settings(self, saved: list[dict[str, Any]]) -> None:
-        """Raise ValueError that lists every setting that differs from `saved` (the result of `settings()`)."""
+        """Raise ValueError that lists every setting that differs from `saved` (the result of `settings()`).
+
+        What schedulers put into groups is no setting; momentum and betas are none where a scheduler cycles them.
+        """
         own = self.settings()
         if len(own) != len(saved):
             raise ValueError(f"optimizer: {len(saved)} groups were saved, this one has {len(own)}")
         changes = [
             f"group {i} {key}: saved {_plain(old.get(key))!r}, now {new.get(key)!r}"
             for i, (old, new) in enumerate(zip(saved, own, strict=True))
-            for key in sorted(set(old) | set(new))
-            if _plain(old.get(key)) != new.get(key)
+            for key in sorted(new)
+            if not (key in ("momentum", "betas") and (_cycled(old) or _cycled(self.param_groups[i])))
+            and _plain(old.get(key)) != new.get(key)
         ]
         if changes:
             raise ValueError("optimizer settings changed: " + "; ".join(changes))
@@ -252,9 +288,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         kept. `base_lr` is this optimizer's in any case.
         """
         saved_groups = state_dict["param_groups"]
-        saved_settings = [{k: v for k, v in g.items() if k not in BOOKKEEPING} for g in saved_groups]
         if not allow_changed_settings:
-            self.check_settings(saved_settings)
+            self.check_settings(saved_groups)
         self.prepared.clear()
         for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             if len(group["params"]) != len(saved["params"]):
@@ -263,7 +298,21 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 )
             for j, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
                 _copy_state(self.state[param], state_dict["state"].get(key, {}), group_name(group, j))
+            own = own_settings(group)
+            group.update({key: value for key, value in saved.items() if key not in own and key not in BOOKKEEPING})
+            if _cycled(saved):
+                group.update({key: saved[key] for key in ("momentum", "betas") if key in own})
             group["lr"].fill_(saved["lr"]) if isinstance(group["lr"], Tensor) else group.update(lr=float(saved["lr"]))
+
+
+def own_settings(group: Group) -> Group:
+    """The group's settings: its algorithm and that algorithm's, nothing that a scheduler put there."""
+    return {key: group[key] for key in ("algorithm", *ALGORITHMS[group["algorithm"]].defaults)}
+
+
+def _cycled(group: Group) -> bool:
+    """Whether a scheduler of torch (OneCycleLR, CyclicLR) moves the group's momentum."""
+    return "max_momentum" in group
 
 
 def _copy_state(own: dict[str, Tensor], saved: dict[str, Tensor], name: str) -> None:
