@@ -1,5 +1,6 @@
 """What users give by mistake is one clear line, or is read as far as can be; memory does not grow with the source."""
 
+import gzip
 import json
 import random
 import shutil
@@ -32,6 +33,60 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
     with pytest.raises(DataError, match=r"a\.parquet") as fault:
         build_bytes(path, tmp_path / "out")
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("unit_bytes", [1000, 4 << 20])
+def test_skip_bad_counts_torn_and_damaged_files_beside_good_ones(tmp_path, monkeypatch, capsys, unit_bytes):
+    """Of a damaged row group what cannot be read, of a file that is cut off all; in units of any size the same."""
+    monkeypatch.setattr("hymo.data.parts.LEAST_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr("hymo.data.parts.MOST_UNITS", 64)
+    rows = [f"{'abcdefghij'[i // 300]} row {i} of it" for i in range(3000)]
+    good, half, holes = (tmp_path / f"{name}.parquet" for name in ("good", "half", "holes"))
+    parquet.write_table(arrow.table({"text": rows}), good, row_group_size=300)
+    whole = good.read_bytes()
+    column = parquet.ParquetFile(good).metadata.row_group(4).column(0)
+    at = column.dictionary_page_offset or column.data_page_offset
+    half.write_bytes(whole[: len(whole) // 2])
+    holes.write_bytes(whole[:at] + b"\xff" * 300 + whole[at + 300 :])
+    (tmp_path / "cut.json").write_text('["one text", "another one", "a thi')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n' * 9)[:-6])
+    names = [str(path) for path in (half, good, holes, tmp_path / "cut.json", tmp_path / "cut.jsonl.gz")]
+    command = ["data", "build", *names, "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "0"]
+    assert main(command) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert f"{half}: not a whole Parquet file (" in said[0]
+    assert len(said[0]) < 200 + len(str(half))
+    assert main([*command, "--skip-bad"]) == 0
+    out = capsys.readouterr().out
+    assert "broken lines, records or files passed over: 4, the first " in out
+    for name in (
+        "half.parquet: not a",
+        "holes.parquet, row 1201 and the rest",
+        "cut.json: not valid",
+        "cut.jsonl.gz': it ends",
+    ):
+        assert f"{name}" in "".join(line for line in out.splitlines() if line.startswith("passed over: "))
+    found = sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val"))
+    assert found == 3000 + 2700 + 2 + 9
+
+
+def test_a_build_of_nothing_leaves_nothing_and_other_files_are_said_in_words(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n' * 3)
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(DataError, match="holds no text"):
+            build([path], tmp_path / "out", tokenizer=tokenizer, vocab_size=300, workers=0)
+        assert not (tmp_path / "out.part").exists()
+    path.write_text('{"text": "mended"}\n' * 3 + "broken\n")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(DataError, match="not valid JSON"):
+        build([tmp_path / "b.txt", path], tmp_path / "out", vocab_size=300, tokenizer="bytes", workers=0)
+    (tmp_path / "out.part/journal/x").mkdir(parents=True)
+    (tmp_path / "out.part/plan.json").write_text(json.dumps({"source": "0f"}))
+    with pytest.raises(DataError, match="its source was other files, or they have changed since") as fault:
+        build([tmp_path / "b.txt"], tmp_path / "out", tokenizer="bytes", workers=0)
+    assert "0f'" not in str(fault.value)
 
 
 def test_a_broken_line_then_the_same_command_with_skip_bad(tmp_path, capsys):

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hymo.data.bpe import train_bpe
-from hymo.data.parts import Job, Split, digests, units_of, write_token_sets
+from hymo.data.parts import Job, NoTextError, Split, digests, units_of, write_token_sets
 from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import Source, check_unchanged, open_source
@@ -90,7 +90,8 @@ def build(
 
     tokenizer: "bpe" (trained here, `vocab_size` ids, on about `bpe_bytes` of the text), "bytes", or a tokenizers file.
     encoder: "tiktoken", "tokenizers", or "auto" (tiktoken where it can). workers: processes, by default one a core.
-    skip_bad: count broken lines, records, and files in UTF-16 without a mark, instead of stopping at the first.
+    skip_bad: count broken lines, records, row groups and files (cut off, damaged, in UTF-16 without a mark), and pass
+    over them, instead of stopping at the first.
     text_column: the field or column of records that is their text. progress(stage, done_bytes, total_bytes).
     Called again after a kill it goes on; memory is bounded (about 300 MB a worker). Raises DataError.
     """
@@ -112,6 +113,9 @@ def build(
                 _agree_with_plan(work / PLAN, settings | {"source": source.fingerprint()})
                 try:
                     report = _build_in(work, source, settings, workers, progress)
+                except NoTextError:  # whatever is done holds nothing
+                    shutil.rmtree(work, ignore_errors=True)
+                    raise
                 except DataError:
                     done = any((work / "journal").glob("*/*.json")) or (work / TOKENIZER).exists()
                     if not done:  # nothing to go on from: the next try may have other settings
@@ -139,7 +143,12 @@ def _agree_with_plan(path: Path, settings: dict[str, Any]) -> None:
         return
     changed = [key for key in settings | before if settings.get(key) != before.get(key)]
     if changed:
-        found = ", ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
+        found = ", ".join(
+            "its source was other files, or they have changed since"
+            if key == "source"
+            else f"{key} was {before.get(key)!r}, now {settings.get(key)!r}"
+            for key in changed
+        )
         raise DataError(f"--out: {path.parent} holds an unfinished build ({found}); remove it, or give another --out")
 
 

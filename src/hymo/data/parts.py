@@ -38,6 +38,10 @@ KEPT_LEAST = 64
 _STOP = -(1 << 62)  # in place of the bytes read: workers are to stop
 
 
+class NoTextError(DataError):
+    """A source was read whole and holds no text."""
+
+
 @dataclass(frozen=True)
 class Split:
     """A document is held out iff its hash is below `threshold`. One of at least `cut_from` bytes is cut instead: its
@@ -146,7 +150,8 @@ def write_token_sets(
     tokenizer = open_tokenizer(job.tokenizer, fast=job.fast)
     results = _write_units(units, tokenizer, job, workers, progress, source.n_bytes)
     if not any(result.n_documents for result in results):
-        raise DataError(f"data.source: {source.described} holds no text: every document is empty")
+        what = "what is not empty is broken" if any(result.n_bad for result in results) else "every document is empty"
+        raise NoTextError(f"data.source: {source.described} holds no text: {what}")
     noted, split = notes(results, tokenizer), better_split(job.split, results)
     if split is not None:
         results = _write_units(units, tokenizer, replace(job, split=split), workers, progress, source.n_bytes)

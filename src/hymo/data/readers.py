@@ -93,7 +93,10 @@ def read_piece(piece: Piece, on_bad: OnBad | None = None, on_null: OnNull | None
             if document.text:
                 yield document
     except OSError as error:
-        raise DataError(f"data.source: cannot read {piece.path!r}: {error.strerror or error}") from None
+        fault = f"cannot read {piece.path!r}: {error.strerror or error}"
+        if error.errno is not None or kind == "hub":  # the disk or the network, not what the file holds
+            raise DataError(f"data.source: {fault}") from None
+        told.bad(fault)
 
 
 class _Told(NamedTuple):
@@ -230,26 +233,48 @@ def _read_json(piece: Piece, told: _Told) -> Iterator[Document]:
                     told.bad(f"{place}: {fault}") if fault else told.null(place)
         except JSONError as error:
             accepted = "accepted: a list of objects or strings, or an object a line; as text under another name"
-            raise DataError(f"data.source: {piece.path}: not valid JSON ({error}); {accepted}") from None
+            told.bad(f"{piece.path}: not valid JSON ({error}); {accepted}")
 
 
 def _read_parquet(piece: Piece, told: _Told) -> Iterator[Document]:
-    import pyarrow as arrow
-
+    """The rows of some row groups. Of a broken group the rest is passed over, so that it matters to no other."""
     try:
         file = open_parquet(piece.path, piece.column)
-        groups = range(piece.start, file.num_row_groups if piece.stop is None else piece.stop)
-        share = Path(piece.path).stat().st_size // max(1, file.metadata.num_rows)
-        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in file.iter_batches(batch_size=256, columns=[piece.column], row_groups=groups):
-            for text in _binary(batch.column(0)).to_pylist():
-                row += 1
-                if text is None:
-                    told.null(f"{piece.path}, row {row}")
-                else:
-                    yield Document(f"{piece.name}:{row}", text, share)
-    except arrow.ArrowException as error:
-        raise DataError(f"data.source: {piece.path}: not a whole Parquet file ({str(error).splitlines()[0]})") from None
+    except TornParquetError as error:
+        told.bad(str(error).removeprefix("data.source: "))
+        return
+    share = Path(piece.path).stat().st_size // max(1, file.metadata.num_rows)
+    for group in range(piece.start, file.num_row_groups if piece.stop is None else piece.stop):
+        row = sum(file.metadata.row_group(before).num_rows for before in range(group))
+        try:
+            for batch in file.iter_batches(batch_size=256, columns=[piece.column], row_groups=[group]):
+                for text in _binary(batch.column(0)).to_pylist():
+                    row += 1
+                    if text is None:
+                        told.null(f"{piece.path}, row {row}")
+                    else:
+                        yield Document(f"{piece.name}:{row}", text, share)
+        except _arrow_faults() as error:
+            if getattr(error, "errno", None) is not None:
+                raise
+            told.bad(_torn(f"{piece.path}, row {row + 1} and the rest of its row group", error))
+
+
+class TornParquetError(DataError):
+    """A file that is named like Parquet and cannot be opened as such."""
+
+
+def _arrow_faults() -> tuple[type[Exception], ...]:
+    """What pyarrow raises where a file's bytes are not what they should be."""
+    import pyarrow as arrow
+
+    return arrow.ArrowException, OSError
+
+
+def _torn(place: str, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    short = reason[:80].rstrip() + ("..." if len(reason) > 80 else "")
+    return f"{place}: not a whole Parquet file ({short}); accepted: a whole one, fetched again"
 
 
 def _binary(column: Any) -> Any:
@@ -261,14 +286,16 @@ def _binary(column: Any) -> Any:
 
 
 def open_parquet(path: str, column: str = TEXT_COLUMN) -> Any:
-    """The opened file, with its text column checked. Raises DataError, or pyarrow's own errors where it is torn."""
+    """The opened file, with its text column checked. Raises DataError; TornParquetError where it cannot be opened."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     try:
         file = parquet.ParquetFile(path)
-    except arrow.ArrowException as error:
-        raise DataError(f"data.source: {path}: not a whole Parquet file ({str(error).splitlines()[0]})") from None
+    except _arrow_faults() as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise TornParquetError(f"data.source: {_torn(path, error)}") from None
     schema = file.schema_arrow
     if column not in schema.names:
         found = ", ".join(f"{name} ({schema.field(name).type})" for name in schema.names)

@@ -18,6 +18,7 @@ from hymo.data.readers import (
     Document,
     OnBad,
     Piece,
+    TornParquetError,
     kind_of,
     open_parquet,
     read_documents,
@@ -102,7 +103,11 @@ def _pieces_of(file: SourceFile, column: str, unit_bytes: int) -> Iterator[tuple
             stop = min(start + unit_bytes, file.size)
             yield whole._replace(start=start, stop=stop), stop - start
     else:
-        groups = open_parquet(whole.path, column).num_row_groups
+        try:
+            groups = open_parquet(whole.path, column).num_row_groups
+        except TornParquetError:  # said, or counted, when it is read
+            yield whole, file.size
+            return
         step = max(1, groups * unit_bytes // file.size)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
