@@ -147,7 +147,7 @@ def build_parser() -> Parser:
     )
     build.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="of a trained one (default: 32768)")
     build.add_argument("--val-fraction", type=float, default=0.02, metavar="X", help="held out (default: 0.02)")
-    build.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    build.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core; 0: this one)")
     build.add_argument("--text-column", default="text", metavar="NAME", help="where records have it (default: text)")
     build.add_argument("--skip-bad", action="store_true", help="pass over broken lines and files, say how many")
     build.set_defaults(run=run_data_build, parser=build)

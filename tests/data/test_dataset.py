@@ -212,6 +212,19 @@ def test_inspect(tmp_path, bpe_file):
         list(inspect(tmp_path))
 
 
+def test_inspect_of_an_absent_folder(tmp_path):
+    with pytest.raises(DataError, match="nope does not exist"):
+        list(inspect(tmp_path / "nope"))
+
+
+def test_progress_says_why_the_text_is_encoded_again(tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("some text of one document\n" * 400)
+    build_command([str(tmp_path / "one.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=0)
+    out = capsys.readouterr().out
+    assert out.index("\nencode again, held out otherwise: ") > out.index("encode: ")
+    assert " 0.0 MB/s" not in out
+
+
 def test_inspect_prints_no_control_characters(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\x1b[31mred\x07\n" * 5)
     (tmp_path / "b.txt").write_bytes(b"other")

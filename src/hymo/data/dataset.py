@@ -167,9 +167,15 @@ def _build_in(
     split = Split.of(settings["val_fraction"])
     job = Job(str(work), choice, fast=fast, split=split, skip_bad=settings["skip_bad"])
 
+    stage, last = "encode", 0
+
     def encoding(done: int, total: int) -> None:
+        nonlocal stage, last
+        if done < last:  # the share held out was far from the one asked for: write_token_sets begins again
+            stage = "encode again, held out otherwise"
+        last = done
         if progress is not None:
-            progress("encode", done, total)
+            progress(stage, done, total)
 
     n_workers = (os.cpu_count() or 1) if workers is None else workers
     results = write_token_sets(source, job, workers=n_workers, progress=encoding)

@@ -96,6 +96,8 @@ def _sets_in(folder: Path) -> dict[str, TokenSet]:
     if (folder / MANIFEST).is_file():
         return {folder.name: TokenSet(folder)}
     sets = {name: TokenSet(folder / name) for name in SETS if (folder / name / MANIFEST).is_file()}
+    if not folder.is_dir():
+        raise DataError(f"{folder} does not exist; accepted: a folder that hymo data build made, or one of the cache")
     if not sets:
         raise DataError(
             f"{folder} holds no token sets; accepted: a folder that hymo data build made, or one of the cache"
@@ -164,6 +166,10 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in line)
 
 
+def _speed(rate: float) -> str:
+    return f"{rate / 1e6:.1f} MB/s" if rate >= 1e5 else f"{rate / 1e3:.1f} kB/s"
+
+
 class _Progress:
     """Rate and time left: one line that is written over on a terminal, a line every ten seconds elsewhere."""
 
@@ -179,9 +185,7 @@ class _Progress:
         self._shown, self._whole = now, done == total
         rate = (done - self._first) / max(now - self._began, 1e-9)
         left = duration((total - done) / rate) if rate > 0 else "?"
-        text = (
-            f"{stage}: {size(done)} of {size(total)} ({done / max(total, 1):.0%}), {rate / 1e6:.1f} MB/s, {left} left"
-        )
+        text = f"{stage}: {size(done)} of {size(total)} ({done / max(total, 1):.0%}), {_speed(rate)}, {left} left"
         print(f"\r{text:<79}" if sys.stdout.isatty() else text, end="" if sys.stdout.isatty() else "\n", flush=True)
 
     def end(self) -> None:
