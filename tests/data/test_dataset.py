@@ -212,6 +212,17 @@ def test_inspect(tmp_path, bpe_file):
         list(inspect(tmp_path))
 
 
+def test_files_of_a_folder_that_are_no_text_are_counted_and_named(tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.bin").write_bytes(bytes(range(256)))
+    (folder / "d.txt").write_text("some text\n" * 50)
+    build_command([str(folder)], str(tmp_path / "out"), tokenizer="bytes", workers=0)
+    said = f"passed over: 3 files that are no text (zero bytes), the first {folder / 'a.bin'}\n"
+    assert said in capsys.readouterr().out
+
+
 def test_inspect_of_an_absent_folder(tmp_path):
     with pytest.raises(DataError, match="nope does not exist"):
         list(inspect(tmp_path / "nope"))

@@ -34,7 +34,8 @@ StageProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What `build` made. n_bad: broken lines, records and files passed over; faults: the first few of them."""
+    """What `build` made. n_bad: broken lines, records and files passed over; faults: the first few of them,
+    and files of folders that are no text."""
 
     folder: Path
     tokenizer: str  # for data.tokenizer
@@ -195,8 +196,10 @@ def _build_in(
         "n_bad": n_bad,
     }
     write_synced(work / DATA, json.dumps(described, indent=1).encode())
-    faults = [fault for result in results for fault in result.faults]
-    return tokenizer.name, tokenizer.vocab_size, encoder, n_bad, faults[:5]
+    faults = [fault for result in results for fault in result.faults][:5]
+    if n_binary := len(source.binary):
+        faults.append(f"{n_binary:,} files that are no text (zero bytes), the first {source.binary[0]}")
+    return tokenizer.name, tokenizer.vocab_size, encoder, n_bad, faults
 
 
 def _place_tokenizer(work: Path, source: Source, settings: dict[str, Any], progress: StageProgress | None) -> str:

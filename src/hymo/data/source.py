@@ -52,11 +52,15 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source, in the order in which their documents are read; the column of records that is the text."""
+    """The files of a source, in the order in which their documents are read; the column of records that is the text.
+
+    binary: files of its folders that hold zero bytes and are passed over.
+    """
 
     files: tuple[SourceFile, ...]
     described: str
     column: str = TEXT_COLUMN
+    binary: tuple[str, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -129,14 +133,17 @@ def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False, colu
     if not entries:
         raise DataError("data.source: the list is empty; give files or folders of text, or leave the key out")
     files: list[SourceFile] = []
+    binary: list[str] = []
     for entry in entries:
         try:
             files.extend(
-                [_of_hub(str(entry), column)] if hub and str(entry).startswith(HUB) else _files_of(str(entry), column)
+                [_of_hub(str(entry), column)]
+                if hub and str(entry).startswith(HUB)
+                else _files_of(str(entry), column, binary)
             )
         except OSError as error:
             raise DataError(f"data.source: cannot read {str(entry)!r}: {error.strerror or error}") from None
-    return Source(tuple(files), ", ".join(str(entry) for entry in entries), column)
+    return Source(tuple(files), ", ".join(str(entry) for entry in entries), column, tuple(binary))
 
 
 def check_unchanged(source: Source) -> None:
@@ -162,7 +169,8 @@ def _of_hub(entry: str, column: str) -> SourceFile:
     return SourceFile(found.path, entry, found.n_bytes, version, found.n_shards)
 
 
-def _files_of(entry: str, column: str) -> list[SourceFile]:
+def _files_of(entry: str, column: str, binary: list[str]) -> list[SourceFile]:
+    """The files that a path names; those of a folder that are no text are added to `binary`."""
     if entry.startswith(HUB):
         raise DataError(
             f"data.source: {entry!r} is a data set of the hub; accepted: hymo data build {entry} --out DIR, then DIR"
@@ -177,6 +185,8 @@ def _files_of(entry: str, column: str) -> list[SourceFile]:
     if path.is_dir():
         walked = [_as_found(file, column) for file in _walk(path)]
         found = [file for file in walked if file.kind != "text" or _is_text(Path(file.path))]
+        taken = set(found)
+        binary.extend(str(file.path) for file in walked if file not in taken)
         if not found:
             raise DataError(
                 f"data.source: the folder {entry!r} holds no text; accepted: text files, .json, .jsonl, .parquet"
