@@ -150,7 +150,7 @@ def test_every_element_arrives_once_and_returns_to_every_holder(found, cap):
     plan = plan_exchange(matrices, ranks, bucket_bytes=cap)
     gathered, sent = [0] * len(matrices), [0] * ranks
     for bucket in plan.buckets:
-        routes = [route(plan, bucket, rank) for rank in range(ranks)]
+        routes = [route(plan, bucket, rank, range(plan.ranks)) for rank in range(ranks)]
         for r, one in enumerate(routes):
             for peer in range(ranks):
                 assert one.send_sizes[peer] == routes[peer].gather_sizes[r]

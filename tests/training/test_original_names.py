@@ -154,7 +154,9 @@ def test_constructors_take_the_arguments_of_the_notes_in_their_order():
     muon = inspect.signature(hymo.NorMuon.__init__).parameters
     names = ["lr", "momentum", "betas", "eps", "weight_decay", "cautious_wd", "ns_iterations"]
     assert list(muon)[2:9] == names
-    assert [muon[n].default for n in names] == [0.02, 0.95, (0.95, 0.95), 1e-8, 0.1, True, 5]
+    assert {muon[n].default for n in names} == {None}  # not given, so that what is given wins over a preset
+    group = hymo.NorMuon([torch.nn.Parameter(torch.eye(3))]).param_groups[0]
+    assert [group[n] for n in names] == [0.02, 0.95, (0.95, 0.95), 1e-8, 0.1, True, 5]
     adamw = inspect.signature(hymo.CautiousAdamW.__init__).parameters
     assert {n: adamw[n].default for n in ("weight_decay", "embed_weight_decay")} == {
         "weight_decay": 0.1,
