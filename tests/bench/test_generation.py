@@ -5,30 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from alive import Alive
 from hymo.config_io import load_config
 from hymo.models.model import build_hymo
-
-
-class Peak(TorchDispatchMode):
-    """Most bytes that results of operators held at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.most = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.storages = {key: held for key, held in self.storages.items() if not held[0].expired()}
-        self.most = max(self.most, sum(n for _, n in self.storages.values()))
-        return out
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +23,7 @@ def test_prompts_take_memory_by_their_length_and_the_recurrent_cache_none(genera
     peaks, caches = [], []
     for context in (512, 1024, 2048):
         cache = model.init_cache(1, context)
-        with Peak() as peak:
+        with Alive() as peak:
             model.prefill(torch.zeros(1, context, dtype=torch.int64), cache)
         peaks.append(peak.most)
         caches.append(generation.cache_bytes(cache))

@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from alive import Alive
 from hymo.kernels import attention
 from hymo.kernels.recurrence import HAS_TRITON
 from hymo.models.gdn import GatedDeltaNetBlock
@@ -43,25 +42,6 @@ def test_gradients_and_counts_are_those_without(mode, small_model, packed_batch)
     assert torch.equal(counts, counts_again)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     assert kept_again < 0.7 * kept
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the results of operators that are still held by anything: each storage once, views not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def n_bytes(self):
-        return sum(n for held, n in self.storages.values() if not held.expired())
 
 
 def test_eager_checkpointing_frees_memory_and_counts_once(small_model, packed_batch):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hymo.distributed.exchange_plan import ExchangePlan, Layout, Tile
+from hymo.distributed.exchange_plan import ExchangePlan, Layout, Tile, batches
 
 Orthogonalize = Callable[[int, Tensor, Tensor], None]
 Pack = Callable[[int, Tensor], None]
@@ -162,7 +162,7 @@ class Exchange:
         peers = sorted(range(len(ranks)), key=ranks.__getitem__)
         self.place = peers.index(self.rank)  # in the process group
         self.routes = [route(plan, bucket, self.rank, peers) for bucket in plan.buckets]
-        self.batches = [_batches(plan, r.owned) for r in self.routes]
+        self.batches = [batches(plan, r.owned) for r in self.routes]
         self.sent_bytes = 0
 
     def run(self, pack: Pack, orthogonalize: Orthogonalize) -> Iterator[tuple[int, Tensor]]:
@@ -259,19 +259,6 @@ class _Holding:
     def wait(self) -> None:
         self.work.wait()
         self.work = self.buffer = None
-
-
-def _batches(plan: ExchangePlan, owned: tuple[int, ...]) -> list[list[int]]:
-    """Neighbours of equal shape and kind."""
-    found: list[list[int]] = []
-    for index in owned:
-        matrix = plan.matrices[index]
-        last = plan.matrices[found[-1][0]] if found else None
-        if last is not None and last.shape == matrix.shape and last.kind == matrix.kind:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return found
 
 
 def _neighbours(pieces: tuple[Piece, ...], place: dict[int, int]) -> Iterator[tuple[Piece, int]]:

@@ -6,12 +6,9 @@ are tensors as long as something refers to them; on one rank nothing is sent or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hymo.distributed.exchange_plan import ExchangePlan
+from hymo.distributed.exchange_plan import ExchangePlan, batches
 
 PRODUCTS = 3  # square products that are there at once: X X^T and the bracket before, and the next X X^T
 
@@ -55,7 +52,7 @@ def _buckets(plan: ExchangePlan) -> list[list[Bucket]]:
     for k, owners in enumerate(plan.buckets):
         for owner, indices in enumerate(owners):
             here = found[owner][k]
-            here.work = _work(plan, _batches(plan, indices))
+            here.work = _work(plan, batches(plan, indices))
             for index in indices:
                 matrix = plan.matrices[index]
                 nearest = replicas[matrix.layout]  # as `Matrix.sends`
@@ -68,18 +65,6 @@ def _buckets(plan: ExchangePlan) -> list[list[Bucket]]:
     if plan.ranks == 1:  # what is packed is what is orthogonalized, and its result is the result
         for bucket in found[0]:
             bucket.sent = bucket.results = 0
-    return found
-
-
-def _batches(plan: ExchangePlan, owned: Sequence[int]) -> list[list[int]]:
-    """Neighbours of equal shape and kind, as the exchange makes them."""
-    found: list[list[int]] = []
-    for index in owned:
-        matrix, last = plan.matrices[index], plan.matrices[found[-1][0]] if found else None
-        if last is not None and last.shape == matrix.shape and last.kind == matrix.kind:
-            found[-1].append(index)
-        else:
-            found.append([index])
     return found
 
 

@@ -337,3 +337,16 @@ def _cut(queue: list[int], matrices: tuple[Matrix, ...], elements: int) -> list[
             current.append(index)
             size += matrices[index].numel
     return [*parts, tuple(current)] if current else parts
+
+
+def batches(plan: ExchangePlan, owned: Sequence[int]) -> list[list[int]]:
+    """A rank's matrices of one bucket as its batched products take them: neighbours of equal shape and kind."""
+    found: list[list[int]] = []
+    for index in owned:
+        matrix = plan.matrices[index]
+        last = plan.matrices[found[-1][0]] if found else None
+        if last is not None and last.shape == matrix.shape and last.kind == matrix.kind:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found

@@ -175,9 +175,6 @@ def swiglu(x_gate_up: Tensor) -> Tensor:
     return _SwiGLUFunction.apply(x_gate_up)
 
 
-GRAPHS = 64
-
-
 class CompilableBlock(nn.Module):
     """A block whose computation can run through ``torch.compile``, one graph for all blocks of a shape.
 
@@ -216,7 +213,7 @@ class CompilableBlock(nn.Module):
         """Run ``_compute`` through ``torch.compile`` with this backend from now on."""
         # All kinds of blocks share the code of ``_body`` and so its limit of graphs, 8 as torch ships it: each kind in
         # training and in evaluation is as many, and one more ends the run.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         self._compiled = torch.compile(self._body, fullgraph=True, dynamic=False, backend=backend)
         self._use_compile = True
 
