@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alive import Alive
@@ -145,7 +144,6 @@ def test_selective_keeps_flex_attention_of_a_compiled_block(small_model, packed_
         )
         with monkeypatch.context() as patch:
             patch.setattr(attention, "choose_backend", lambda *_: "flex")
-            patch.setattr(attention, "_compiled_block_mask", lambda: create_block_mask)
             # Nothing of it runs before the graphs are split, and the graph is the same on every device.
             patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
             tokens, doc_ids, labels = packed_batch(depth=0)

@@ -20,11 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 AttentionMask = Tensor | BlockMask | None
 """None: plain causal. Tensor: [B, 1, T, T], 0 where a query may look and -inf elsewhere (SDPA would turn a boolean mask
 into this in every layer). BlockMask: the same for FlexAttention."""
+
+MASK_BLOCK = 128
+"""Queries and keys of a block of a BlockMask."""
 
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -49,17 +52,34 @@ def build_mask(doc_ids_BT: Tensor | None) -> AttentionMask:
 
 
 def _block_mask(doc_ids_BT: Tensor) -> BlockMask:
+    """What FlexAttention's ``create_block_mask`` makes of the rule, from the first and the last token of each block.
+
+    Ids never decrease along a row, so two blocks share a document iff the earlier one's last token and the later one's
+    first token are of it, and hold nothing else iff the outer two are. No [T, T] tensor is built; compiled, that
+    function's sorting of blocks took longer to compile than all blocks of the model.
+    """
+
     def may_look(b, h, query, key):
         return (query >= key) & (doc_ids_BT[b, query] == doc_ids_BT[b, key])
 
-    batch, length = doc_ids_BT.shape
-    return _compiled_block_mask()(may_look, batch, None, length, length, device=doc_ids_BT.device)
+    length = doc_ids_BT.shape[1]
+    starts = torch.arange(0, length, MASK_BLOCK, device=doc_ids_BT.device)
+    first, last = doc_ids_BT[:, starts], doc_ids_BT[:, (starts + MASK_BLOCK - 1).clamp(max=length - 1)]
+    earlier, itself = starts[:, None] > starts[None, :], starts[:, None] == starts[None, :]
+    some = (earlier & (first[:, :, None] == last[:, None, :])) | itself
+    in_whole_rows = (starts + MASK_BLOCK <= length)[:, None]  # a block with rows past the end is never full
+    full = earlier & (last[:, :, None] == first[:, None, :]) & in_whole_rows
+    partly = some & ~full
+    by_query = (*_listed(partly), *_listed(full))
+    by_key = (*_listed(partly.mT), *_listed(full.mT))
+    return BlockMask((length, length), *by_query, *by_key, (MASK_BLOCK, MASK_BLOCK), may_look)
 
 
-@functools.cache
-def _compiled_block_mask():
-    """Eagerly it would build [B, T, T] tensors at every micro-batch; one graph a shape does not."""
-    return torch.compile(create_block_mask, dynamic=False)
+def _listed(dense_Bij: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of a row are set, int32 [B, 1, n]; their numbers, ascending, then the others' [B, 1, n, n]."""
+    dense = dense_Bij[:, None].to(torch.int32, memory_format=torch.contiguous_format)
+    numbers = torch.argsort(dense, dim=-1, descending=True, stable=True)
+    return dense.sum(-1, dtype=torch.int32), numbers.to(torch.int32)
 
 
 @functools.cache
