@@ -46,6 +46,7 @@ from hymo.planning.measure import MemoryProbe
 from hymo.planning.memory import memory_of
 from hymo.planning.traffic import traffic_of
 from hymo.training.checks import prepare_data
+from hymo.training.garbage import long_lived_objects
 from hymo.training.trainer import Trainer
 
 COUNTED = 2  # the step (from 0) whose bytes are counted: the first ones set things up
@@ -340,8 +341,11 @@ def main() -> None:
     run = Run(args, flags_of(args, overrides))
     say(f"ready after {run.report['ready_s']:.1f} s")
     try:
-        for _ in range(args.steps):
-            run.step()
+        with long_lived_objects() as keep_objects:  # as `hymo train` does
+            for i in range(args.steps):
+                run.step()
+                if i == 0:
+                    keep_objects()
         run.summary()
         run.write()  # what follows can be lost
         if not args.no_profile:

@@ -17,6 +17,19 @@ def test_rms_norm_is_that_of_torch_with_its_gradient():
         torch.testing.assert_close(a, b)
 
 
+def test_rms_norm_takes_inputs_and_gradients_in_any_layout():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
+    grads = []
+    for layout in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        leaf = layout.detach().requires_grad_()
+        out = rms_norm(leaf, weight, 1e-6)
+        grads.append(
+            torch.autograd.grad(out, leaf, torch.ones_like(out).transpose(0, 3).contiguous().transpose(0, 3))[0]
+        )
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_rms_norm_of_zeros_is_zero_with_finite_gradients():
     x = torch.zeros(2, 4, requires_grad=True)
     w = torch.ones(4, requires_grad=True)

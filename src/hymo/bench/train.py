@@ -31,6 +31,7 @@ from hymo.models.mtp import MTPDepth
 from hymo.observe.metrics import memory_bytes
 from hymo.observe.units import count, size
 from hymo.plan import part_flops
+from hymo.training.garbage import long_lived_objects
 from hymo.training.trainer import Trainer
 
 PREFIX = "part: "
@@ -65,12 +66,15 @@ def measure(config: HyMoConfig, *, steps: int, trace: Path | None = None) -> Tra
     trainer = Trainer(config)
     device = trainer.device
     times, waits, loss = [], [], float("nan")
-    for _ in range(steps):
-        began = time.perf_counter()
-        loss = trainer.train_step().loss
-        _synchronize(device)
-        times.append(time.perf_counter() - began)
-        waits.append(trainer.stream().wait_s)
+    with long_lived_objects() as keep_objects:
+        for i in range(steps):
+            began = time.perf_counter()
+            loss = trainer.train_step().loss
+            _synchronize(device)
+            times.append(time.perf_counter() - began)
+            waits.append(trainer.stream().wait_s)
+            if i == 0:
+                keep_objects()
     late = times[len(times) // 2 :]
     step_s = statistics.median(late)
     tokens_per_s = config.tokens_per_step / step_s

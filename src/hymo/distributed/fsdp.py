@@ -44,15 +44,19 @@ STEP_SHARE = 0.2
 Policy = Callable[..., bool]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharding:
-    """How a model was sharded: what ``begin_micro_batch`` and the plan read (``model.sharding``)."""
+    """How a model was sharded: what ``begin_micro_batch`` and the plan read (``model.sharding``).
+
+    ``set_for_last``: whether its units are set for the last micro-batch of an attempt (None: not set yet).
+    """
 
     mesh: DeviceMesh
     units: tuple[str, ...]
     reshard: str
     reduce_each_micro_batch: bool
     replicas: int
+    set_for_last: bool | None = None
 
 
 def fsdp_auto_wrap_policy(module: nn.Module, recurse: bool = True, nonwrapped_numel: int = 0) -> bool:
@@ -166,8 +170,9 @@ def begin_micro_batch(model: nn.Module, *, is_last: bool) -> None:
     last backward; copies of the model (HSDP) are averaged once an attempt in any case.
     """
     sharding = getattr(model, "sharding", None)
-    if sharding is None or not isinstance(model, FSDPModule):
-        return
+    if sharding is None or not isinstance(model, FSDPModule) or sharding.set_for_last == is_last:
+        return  # three walks over all modules take the host 2 ms
+    sharding.set_for_last = is_last
     keeps_weights = sharding.reshard == "step"
     model.set_requires_gradient_sync(is_last or (sharding.reduce_each_micro_batch and not keeps_weights))
     if sharding.replicas > 1:

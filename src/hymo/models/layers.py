@@ -122,7 +122,7 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, rstd = ctx.saved_tensors
         x32, grad32, weight32, width = wide(x), wide(grad), weight.to(wide_dtype(x)), x.shape[-1]
-        product = (grad32 * x32).view(-1, width)
+        product = (grad32 * x32).reshape(-1, width)
         if x.is_cuda:  # fused reductions
             grad_weight, along_x = (product * rstd.view(-1, 1)).sum(0), (product * weight32).sum(-1)
         else:  # products with a vector are several times faster on a CPU than reductions

@@ -45,6 +45,7 @@ from hymo.training.flags import (
     resolve_fused_gdn,
     thread_optimization_flags,
 )
+from hymo.training.garbage import long_lived_objects
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.probe import Probe
 from hymo.training.scheduler import JointWSDScheduler, Step
@@ -152,7 +153,7 @@ class Trainer:
         throughput, stopped, tightened = Throughput(), None, False
         began, began_step = time.perf_counter(), self.step
         self.log.start("train", self.total_steps, self.step)
-        with stop.between_steps(), self._records() as record:
+        with stop.between_steps(), long_lived_objects() as keep_objects, self._records() as record:
             if self._owes_evaluation():
                 stopped = self._evaluate_and_record(record, stop, watchdog)
             while self.step < self.total_steps and not stopped:
@@ -173,6 +174,7 @@ class Trainer:
                 pause = time.perf_counter()
                 if not tightened:  # whatever had to be compiled or read first is there now
                     mesh.set_timeout(self.config.training.timeout_s, self._mesh())
+                    keep_objects()
                     tightened = True
                 stopped = stop.reason() or (self._after_update(record, stop, watchdog) if result.is_update else None)
                 watchdog.tick()
