@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from hymo.bench.recurrence_cases import document_ids, make_inputs, outputs_and_gradients, relative_error
 from hymo.kernels import chunked
-from hymo.kernels.chunked import chunked_recurrence, leaf_fits
+from hymo.kernels.chunked import chunked_recurrence, leaf_fits, scan_by_pairs_, scan_in_order_, states_at_chunks
 from hymo.kernels.recurrence import gated_recurrence
 
 FORMS = {"dyadic": None, "leaf": 5.0}
@@ -161,6 +163,68 @@ def test_compiles_as_one_graph():
     compiled = outputs_and_gradients(torch.compile(op, fullgraph=True, backend="aot_eager"), inputs)
     for name, x in compiled.items():
         assert relative_error(x, eager[name]) < 1e-5, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(N=st.integers(1, 140), reverse=st.booleans(), edge=st.booleans(), cut=st.floats(0, 1), seed=st.integers(0, 999))
+def test_both_scans_equal_a_plain_loop(N, reverse, edge, cut, seed):
+    """Any number of chunks, with decays of zero where documents start: from exactly the state that is there."""
+    draw = torch.Generator().manual_seed(seed)
+    x_NS, decay_NS = (torch.rand(N, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    decay_NS[torch.rand(N, generator=draw) < cut] = 0.0
+    y_N = torch.randn(N, generator=draw, dtype=torch.float64)
+    h_S = torch.randn(3, generator=draw, dtype=torch.float64) if edge else torch.zeros(3, dtype=torch.float64)
+    expected = [h_S]
+    for n in reversed(range(N)) if reverse else range(N):
+        expected.append(decay_NS[n] * expected[-1] + x_NS[n] * y_N[n])
+    expected = torch.stack(expected[::-1] if reverse else expected)
+
+    x, y, decay = x_NS[:, None, None, None], y_N[:, None, None, None, None], decay_NS[:, None, None]
+    got = states_at_chunks(x, y, decay, h_S[None, None, :, None] if edge else None, reverse)
+    torch.testing.assert_close(got[:, 0, 0, :, 0], expected, rtol=1e-13, atol=1e-13)
+
+    unused = torch.full((1, 3), 7.0, dtype=torch.float64)
+    decay = torch.cat([decay_NS, unused] if reverse else [unused, decay_NS])
+    start = torch.cat([x_NS * y_N[:, None], h_S[None]] if reverse else [h_S[None], x_NS * y_N[:, None]])
+    for scan in (scan_in_order_, scan_by_pairs_):
+        states = start.clone()
+        scan(states, decay, reverse)
+        torch.testing.assert_close(states, expected, rtol=1e-13, atol=1e-13)
+        alone = torch.arange(N + 1) != (N if reverse else 0)
+        alone[alone.clone()] = decay_NS[:, 0] == 0
+        assert torch.equal(states[alone], start[alone])  # by no bit of what was before
+
+
+def test_the_scan_is_an_operator_that_holds_its_promises():
+    x, y, decay = torch.rand(3, 2, 2, 4, 5), torch.rand(3, 2, 2, 4, 6), torch.rand(3, 2, 2, 5)
+    for edge, reverse in ((None, False), (torch.rand(2, 2, 5, 6), True)):
+        checks = torch.library.opcheck(chunked.chunk_states, (x, y, decay, edge, reverse))
+        assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_the_compiled_graphs_do_not_grow_with_the_sequence():
+    """The walk over chunks once made 545 operations at 1,024 tokens, 1,505 at 4,096: minutes of inductor."""
+
+    def sizes(T):
+        counts = []
+
+        def count(graph, _):
+            counts.append(len(graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        def op(*args):
+            return gated_recurrence(*args, max_log_decay=5.0, backend="torch")
+
+        inputs = make_inputs(1, T, 1, 2, 2, dtype=torch.float32)
+        leaves = [inputs[name].requires_grad_() for name in ("v", "b", "c", "g", "A_log")]
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+        torch.compile(op, fullgraph=True, dynamic=False, backend=backend)(*leaves).sum().backward()
+        return counts
+
+    short, long = sizes(256), sizes(1024)
+    assert len(short) == 2
+    assert short == long
 
 
 def test_the_bound_that_selects_the_leaf_form():

@@ -29,6 +29,7 @@ from hymo.kernels.chunked_scores import (
     leaf_backward,
     leaf_scores,
 )
+from hymo.kernels.operators import register_operator
 from hymo.kernels.reference import document_starts
 
 LEAF_CHUNK = 16
@@ -72,7 +73,7 @@ class ChunkedRecurrence(torch.autograd.Function):
         scores = (leaf_scores if leaf else dyadic_scores)(Bc, Cc, g_NBHC, a_HS, docs)
         if D is not None:
             scores.P.diagonal(dim1=-2, dim2=-1).add_(D[:, None])  # o += D v, as one more diagonal of P
-        states = scan_forward(scores, V, h0)
+        states = chunk_states(scores.B_out, V, scores.through, h0, False)
         O = add_products(scores.P, V, scores.C_in, states[:-1])
         ctx.leaf, ctx.docs, ctx.T, ctx.has_D, ctx.has_h0 = leaf, docs, T, D is not None, h0 is not None
         ctx.save_for_backward(V, Bc, Cc, g_NBHC, a_HS, states, *scores)
@@ -84,7 +85,7 @@ class ChunkedRecurrence(torch.autograd.Function):
         V, Bc, Cc, g_NBHC, a_HS, states, *saved = ctx.saved_tensors
         scores = Scores(*saved)
         dO = to_chunks(do, V.shape[-2]).contiguous()
-        dstates = scan_backward(scores, dO, dhT)
+        dstates = chunk_states(scores.C_in, dO, scores.through, dhT, True)
         dV = add_products(scores.P.mT, dO, scores.B_out, dstates[1:])
         dP = dO @ V.mT
         diagonal_NBHC = dP.diagonal(dim1=-2, dim2=-1).clone()
@@ -135,23 +136,56 @@ def add_products(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
     return out.flatten(0, 2).baddbmm_(z.flatten(0, 2), w.flatten(0, 2)).view_as(out)
 
 
-def scan_forward(scores: Scores, V_NBHCD: Tensor, h0_BHSD: Tensor | None) -> Tensor:
-    """States at all chunk starts and at the end, [N+1,B,H,S,D]."""
-    N, B, H, _, D = V_NBHCD.shape
-    states = V_NBHCD.new_empty(N + 1, B, H, scores.through.shape[-1], D)
-    states[0] = 0.0 if h0_BHSD is None else h0_BHSD
-    torch.bmm(scores.B_out.mT.flatten(0, 2), V_NBHCD.flatten(0, 2), out=states[1:].flatten(0, 2))
-    for n, decay in enumerate(scores.through[..., None].unbind()):
-        states[n + 1].addcmul_(decay, states[n])
+def states_at_chunks(
+    x_NBHCS: Tensor, y_NBHCD: Tensor, decay_NBHS: Tensor, edge_BHSD: Tensor | None, reverse: bool
+) -> Tensor:
+    """All states [N+1,B,H,S,D] of h' = decay . h + x^T y from chunk to chunk, the first of them ``edge`` (None: zero).
+
+    ``reverse`` walks from the last chunk to the first, as the states' gradients do.
+    """
+    N = len(x_NBHCS)
+    states = _new_states(x_NBHCS, y_NBHCD, decay_NBHS, edge_BHSD, reverse)
+    states[N if reverse else 0] = 0.0 if edge_BHSD is None else edge_BHSD
+    sums = states[:N] if reverse else states[1:]
+    torch.bmm(x_NBHCS.mT.flatten(0, 2), y_NBHCD.flatten(0, 2), out=sums.flatten(0, 2))
+    decay = torch.nn.functional.pad(decay_NBHS, (0,) * 6 + ((0, 1) if reverse else (1, 0)))[..., None]
+    (scan_by_pairs_ if states.is_cuda else scan_in_order_)(states, decay, reverse)
     return states
 
 
-def scan_backward(scores: Scores, dO_NBHCD: Tensor, dhT_BHSD: Tensor) -> Tensor:
-    """Gradients of the states that ``scan_forward`` returns."""
-    N, B, H, _, D = dO_NBHCD.shape
-    dstates = dO_NBHCD.new_empty(N + 1, B, H, scores.through.shape[-1], D)
-    dstates[N] = dhT_BHSD
-    torch.bmm(scores.C_in.mT.flatten(0, 2), dO_NBHCD.flatten(0, 2), out=dstates[:N].flatten(0, 2))
-    for n, decay in reversed(list(enumerate(scores.through[..., None].unbind()))):
-        dstates[n].addcmul_(decay, dstates[n + 1])
-    return dstates
+def _new_states(x: Tensor, y: Tensor, decay: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
+    N, B, H, _, D = y.shape
+    return y.new_empty(N + 1, B, H, x.shape[-1], D)
+
+
+# One node for torch.compile, which would unroll the scan: minutes for inductor, and slower code than eager's.
+chunk_states = register_operator("chunk_states", states_at_chunks, _new_states)
+
+
+def scan_in_order_(x: Tensor, decay: Tensor, reverse: bool) -> None:
+    """x_k += decay_k x_{k-1} along the first dimension (``reverse``: x_{k+1}). A CPU has x_{k-1} in its cache still."""
+    xs, decays = x.unbind(), decay.unbind()
+    if reverse:
+        xs, decays = xs[::-1], decays[::-1]
+    for k in range(1, len(xs)):
+        xs[k].addcmul_(decays[k], xs[k - 1])
+
+
+def scan_by_pairs_(x: Tensor, decay: Tensor, reverse: bool) -> None:
+    """The same in 2 log2(K) steps, each over many k at once (Brent and Kung 1982): fewer launches on a GPU.
+
+    The later of each pair takes in the earlier; they are scanned with the pairs' decays; the others follow from them.
+    """
+    K, odd = len(x), len(x) % 2
+    if K == 1:
+        return
+    later, others, step = slice(1, K, 2), slice(2, K, 2), -1
+    if reverse:
+        later, others, step = slice(odd, K, 2), slice(1 - odd, K - 2, 2), 1
+
+    def before(at: slice) -> slice:
+        return slice(at.start + step, at.stop + step, 2)
+
+    x[later].addcmul_(decay[later], x[before(later)])
+    scan_by_pairs_(x[later], decay[later] * decay[before(later)], reverse)
+    x[others].addcmul_(decay[others], x[before(others)])
