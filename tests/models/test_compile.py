@@ -8,8 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hymo.models.layers import document_layout, kept_operators
+from hymo.models.layers import CompilableBlock, document_layout, kept_operators
 from hymo.models.mla import MLABlock
+from hymo.models.moe import DeepSeekMoE
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,20 @@ def test_an_attention_block_is_one_graph_and_equals_eager(small_model, packed_ba
         for a, b in zip(results(block, block, x, layout), eager, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
+
+
+def test_a_model_has_one_graph_for_each_kind_of_block(small_model, packed_batch):
+    """Not one for the first block of the trunk, nor for a depth of MTP; and none more for a second batch."""
+    model = small_model(n_layers=4, mla_every=2, mtp_depth=2, mtp_weights=(0.3, 0.1)).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    for module in model.modules():
+        if isinstance(module, CompilableBlock) and not isinstance(module, DeepSeekMoE):
+            module.compile_compute(backend=counter)
+    for seed in range(2):
+        tokens, doc_ids, labels = packed_batch(depth=2, seed=seed)
+        model(tokens, doc_ids_BL=doc_ids, labels_KBT=labels).ce_sum_K.sum().backward()
+    kinds = ["recurrence", "attention with experts", "joining of MTP", "attention of MTP", "norm of the head"]
+    assert counter.frame_count == len(kinds)
 
 
 def test_switching_compile_off_again(small_config):
