@@ -27,9 +27,8 @@ def run(make, fused: bool, monkeypatch, dtype=torch.float32) -> list[torch.Tenso
     return [t.detach().float() for p in params for k, t in (("p", p), *optimizer.state[p].items()) if k != "step"]
 
 
-MAKERS = {  # 5e-5: rounding turns the sign of a few products that decide whether an element decays, 2e-3 of it a step
+MAKERS = {  # float32: rounding turns the sign of a few products that decide whether an element decays, 2e-3 of it a step
     "NorMuon float32": (lambda p: NorMuon([{"params": p[:4]}, {"params": p[4:]}], dtype="float32"), 5e-5),
-    "NorMuon float32 without decay": (lambda p: NorMuon(p, dtype="float32", weight_decay=0.0), 1e-5),
     "NorMuon": (lambda p: NorMuon([{"params": p[3:4], "row_blocks": (200, 120)}, {"params": p[:3] + p[4:]}]), 2e-2),
     "Muon": (lambda p: NorMuon(p, preset="torch"), 2e-2),
     "AdamW": (lambda p: CautiousAdamW(p, lr=0.01), 1e-6),
