@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -120,6 +121,12 @@ def _draw_block(rule: Rule, generator: np.random.Generator, first_row: int, rows
     return (log_x - np.log1p(-np.exp(log_x))).astype(np.float32)
 
 
+def own_cores() -> int:
+    """This process's share of the host's cores. (torchrun tells torch to use one thread, however many there are.)"""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def draw_rows(rule: Rule, seed: int, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
     """Rows ``start`` to ``stop`` of a parameter, fp32 [stop - start, width].
 
@@ -143,7 +150,7 @@ def draw_rows(rule: Rule, seed: int, name: str, shape: tuple[int, ...], start: i
         for block in blocks:
             fill(block)
     else:  # numpy draws without the interpreter's lock, and no block depends on another
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with ThreadPoolExecutor(own_cores()) as pool:
             list(pool.map(fill, blocks))
     return torch.from_numpy(out)
 
