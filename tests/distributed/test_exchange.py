@@ -204,6 +204,66 @@ def count_matrices(layout: str) -> int:
     return count
 
 
+@pytest.mark.parametrize("layout", ["shard0", "plain"])
+def test_sending_overlaps_orthogonalizing(pool, layout):
+    """While one bucket is orthogonalized, the next is on its way here and the results of the last on their way back."""
+    for events, buckets in pool(2, order_of_work, layout):
+        at = {event: i for i, event in enumerate(events)}
+        assert buckets >= 3
+        assert len(at) == len(events) == 5 * buckets
+        for k in range(buckets - 1):
+            assert at["send", k + 1] < at["orthogonalize", k] < at["arrived", k + 1]
+            assert at["return", k] < at["orthogonalize", k + 1] < at["landed", k]
+
+
+def order_of_work(layout: str) -> tuple[list, int]:
+    """What one step does, in order: (event, bucket)."""
+    from hymo.distributed import exchange
+
+    events, sent = [], {}
+    one, holding = exchange.Exchange, exchange._Holding
+    originals = {name: getattr(one, name) for name in ("_send", "_orthogonalize", "_return", "_landed")}
+    wait = holding.wait
+
+    def send(self, k, pack):
+        events.append(("send", k))
+        buffer, work = originals["_send"](self, k, pack)
+        sent[id(work)] = k
+        return buffer, work
+
+    def orthogonalize(self, k, gathered, function):
+        events.append(("orthogonalize", k))
+        return originals["_orthogonalize"](self, k, gathered, function)
+
+    def give_back(self, k, buffer):
+        events.append(("return", k))
+        return originals["_return"](self, k, buffer)
+
+    def landed(self, returning):
+        events.append(("landed", returning[0]))
+        return originals["_landed"](self, returning)
+
+    def waiting(self):
+        if id(self) in sent:
+            events.append(("arrived", sent.pop(id(self))))
+        wait(self)
+
+    one._send, one._orthogonalize, one._return, one._landed, holding.wait = (
+        send,
+        orthogonalize,
+        give_back,
+        landed,
+        waiting,
+    )
+    try:
+        together(layout, {}, 512, 1)
+    finally:
+        holding.wait = wait
+        for name, original in originals.items():
+            setattr(one, name, original)
+    return events, len({k for _, k in events})
+
+
 # ---- FSDP2 itself, and checkpoints at other numbers of processes ----
 
 
