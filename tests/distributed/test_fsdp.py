@@ -399,6 +399,23 @@ def test_collectives_of_an_attempt_of_four_micro_batches(pool, ranks, changes, g
     assert counts == [{"gather": gathers, "scatter": scatters, "all_reduce": all_reduces + plain}] * ranks
 
 
+def settings_of_flags():
+    """How often FSDP2's flags were set by the end of each of some attempts of 1 to 3 micro-batches."""
+    model, calls, seen = sharded(reshard="step"), [], []
+    original = model.set_requires_gradient_sync
+    model.set_requires_gradient_sync = lambda on: (calls.append(on), original(on))
+    for micro_batches in (1, 1, 3, 3, 1):
+        attempt(model, 3, micro_batches)
+        model.zero_grad(set_to_none=True)
+        seen.append(len(calls))
+    return seen, calls
+
+
+def test_the_flags_are_set_where_they_change_alone(pool):
+    """Each walk over a model's modules takes the host milliseconds; the collectives show that none is left out."""
+    assert pool(1, settings_of_flags) == [([1, 1, 3, 5, 5], [True, False, True, False, True])]
+
+
 def abandoned(everything):
     """Give up an attempt before its last micro-batch, then do a whole one."""
     with alone():

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from hymo.kernels import attention as module
 from hymo.kernels.attention import attention, build_mask, choose_backend, max_logit
@@ -95,6 +95,9 @@ def test_the_block_mask_is_what_flex_attention_makes_of_the_rule(length, rate):
         for part in ("num_blocks", "indices"):
             ours, theirs = getattr(got, f"{name}_{part}"), getattr(expected, f"{name}_{part}")
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.is_contiguous()
+    # What the blocks that are partly allowed go by, token by token.
+    mine, right = (create_mask(mod, 3, None, length, length, device="cpu") for mod in (got.mask_mod, rule))
+    assert torch.equal(mine, right)
 
 
 def test_the_block_mask_compiles_nothing():
