@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from hymo.training.garbage import long_lived_objects
+from hymo.training.trainer import Trainer
 
 
 class Link:
@@ -49,4 +50,18 @@ def test_an_error_in_training_thaws_them_too():
 
     with pytest.raises(RuntimeError):
         fail()
+    assert gc.get_freeze_count() == 0
+
+
+def test_training_leaves_objects_out_from_its_first_attempt_to_its_end(small_config):
+    trainer, frozen = Trainer(small_config), []
+    train_step = trainer.train_step
+
+    def noted():
+        frozen.append(gc.get_freeze_count())
+        return train_step()
+
+    trainer.train_step = noted
+    trainer.train()
+    assert frozen[0] == 0 < min(frozen[1:]) <= max(frozen[1:]) == frozen[1], "once, not at every attempt"
     assert gc.get_freeze_count() == 0
