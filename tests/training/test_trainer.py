@@ -516,6 +516,20 @@ def test_rewind_goes_back_to_the_checkpoint_and_past_the_data(small_config, tmp_
     assert (trainer.step, trainer.progress.attempt, trainer.progress.position) == (2, 3, 12)
 
 
+@pytest.mark.parametrize("reshard", ["step", "layer", "never"])
+def test_weights_gathered_for_an_evaluation_are_not_taken_for_those_of_a_checkpoint(small_config, tmp_path, reshard):
+    config = changed(small_config, training={"fsdp": True, "reshard": reshard})
+    trainer = Trainer(config, run_dir=tmp_path / "run")
+    assert trainer.sharded
+    trainer.train_step()
+    trainer.save()
+    expected = trainer.evaluate()["val"].val_loss
+    trainer.train_step()
+    assert trainer.evaluate()["val"].val_loss != expected
+    trainer.resume(trainer.last_checkpoint)
+    assert trainer.evaluate()["val"].val_loss == expected
+
+
 # --------------------------------------------------------------------------------------------------- where things lie
 def test_a_run_can_be_used_from_another_folder_with_its_own_tokenizer(small_flags, tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -172,13 +172,14 @@ def begin_micro_batch(model: nn.Module, *, is_last: bool) -> None:
     sharding = getattr(model, "sharding", None)
     if sharding is None or not isinstance(model, FSDPModule) or sharding.set_for_last == is_last:
         return  # three walks over all modules take the host 2 ms
-    sharding.set_for_last = is_last
+    sharding.set_for_last = None
     keeps_weights = sharding.reshard == "step"
     model.set_requires_gradient_sync(is_last or (sharding.reduce_each_micro_batch and not keeps_weights))
     if sharding.replicas > 1:
         model.set_requires_all_reduce(is_last)
     if keeps_weights:
         model.set_reshard_after_backward(is_last)
+    sharding.set_for_last = is_last
 
 
 def drop_gradients(model: nn.Module) -> None:

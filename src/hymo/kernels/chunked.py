@@ -114,7 +114,8 @@ def from_chunks(x_NBHCX: Tensor, T: int) -> Tensor:
     """The inverse of ``to_chunks``: contiguous [B,T,H,X]."""
     N, B, H, C, X = x_NBHCX.shape
     x_BTHX = x_NBHCX.permute(1, 0, 3, 2, 4).reshape(B, N * C, H, X)
-    return x_BTHX if N * C == T else x_BTHX[:, :T].clone()  # no view: torch 2.11 then compiles a wrong gradient
+    # No `contiguous`: with one row it copies nothing, and torch 2.11 compiles a wrong gradient of what it returns
+    return x_BTHX if N * C == T else x_BTHX[:, :T].clone()
 
 
 def document_masks(doc_ids_BT: Tensor, C: int, dtype: torch.dtype) -> DocMasks:

@@ -179,7 +179,9 @@ class HyMo(nn.Module):
             raise ValueError(f"tokens_BL: found length {found}; accepted: more than the {depth} of look-ahead")
         layout = self._layout(None if doc_ids_BL is None else doc_ids_BL[:, :length], length, tokens_BL.device)
         embedded_BLC = self.embedding(tokens_BL)
-        x_BTC = embedded_BLC[:, :length].contiguous()  # a first block with strides of its own would be one more graph
+        x_BTC = embedded_BLC
+        if depth:  # copied: a first block with strides of its own would be one more graph
+            x_BTC = embedded_BLC[:, :length].clone(memory_format=torch.contiguous_format)
         moe_stats, logit_max = [], []
         for layer in self.blocks():
             if isinstance(layer, GatedDeltaNetBlock):
