@@ -9,6 +9,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from hymo.cores import own_cores
+
 EXTRAS = {
     "data": ("tiktoken", "zstandard"),
     "hub": ("datasets", "transformers", "safetensors"),
@@ -48,11 +50,10 @@ def _line(name: str, text: str) -> str:
 def _machine() -> list[str]:
     import hymo
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         _line("hymo", f"{hymo.__version__} in {Path(hymo.__file__).parent}"),
         _line("python", f"{platform.python_version()} ({sys.executable})"),
-        _line("machine", f"{platform.system()} {platform.machine()}, {cores} cores{_memory()}"),
+        _line("machine", f"{platform.system()} {platform.machine()}, {own_cores()} cores{_memory()}"),
     ]
 
 

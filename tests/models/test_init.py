@@ -180,12 +180,3 @@ def test_draws_are_the_same_on_any_number_of_cores(monkeypatch):
         monkeypatch.setattr(init, "own_cores", lambda cores=cores: cores)
         drawn.append(draw_rows(Rule("normal", 1.0), 3, "x", (6000, 300), 17, 5990))
     assert torch.equal(*drawn)
-
-
-def test_processes_of_a_host_share_its_cores(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    cores = init.own_cores()
-    assert cores >= 1
-    for processes in (2, 1000):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-        assert init.own_cores() == max(1, cores // processes)

@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from hymo.cores import own_cores
 from hymo.data.bpe import train_bpe
 from hymo.data.parts import Job, NoTextError, Split, digests, units_of, write_token_sets
 from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
@@ -178,7 +179,7 @@ def _build_in(
         if progress is not None:
             progress(stage, done, total)
 
-    n_workers = (os.cpu_count() or 1) if workers is None else workers
+    n_workers = own_cores() if workers is None else workers
     results = write_token_sets(source, job, workers=n_workers, progress=encoding)
     check_unchanged(source)
     n_bad = sum(result.n_bad for result in results)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hymo.config import ModelConfig
+from hymo.cores import own_cores
 from hymo.models.gdn import GatedDeltaNetBlock
 from hymo.models.layers import RMSNorm, SwiGLU
 from hymo.models.mla import LatentAttention
@@ -119,12 +119,6 @@ def _draw_block(rule: Rule, generator: np.random.Generator, first_row: int, rows
     if rule.kind == "log_of_log_uniform":
         return log_x.astype(np.float32)
     return (log_x - np.log1p(-np.exp(log_x))).astype(np.float32)
-
-
-def own_cores() -> int:
-    """This process's share of the host's cores. (torchrun tells torch to use one thread, however many there are.)"""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def draw_rows(rule: Rule, seed: int, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Python's garbage collector beside training.
 
 After the first attempt half a million objects are alive, most of them of compiled graphs, and stay so. A full
-collection visits each: 0.4 s on a laptop, once in some forty micro-batches, in which the host launches nothing.
+collection visits each: a third of a second, once in some forty micro-batches, in which the host launches nothing.
 """
 
 import gc
