@@ -1,6 +1,7 @@
 """`hymo train --init-from`: weights alone from a run, a checkpoint or an export; what is recorded; what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -105,3 +106,12 @@ def test_a_sharded_model_gets_its_parts(pool, parent, small_flags, source):
     for found in pool(2, fill_sharded, str(parent / source), [*small_flags, "--training.fsdp=true"]):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_says_that_it_begins_anew(small_flags, tmp_path, capsys):
+    words = ["train", "tiny", *small_flags, "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "holds no checkpoint yet" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert main([*words, "--resume"]) == 0
+    assert "holds no checkpoint yet: from the start" in capsys.readouterr().out

@@ -135,6 +135,8 @@ def start_and_train(
             print_header(trainer, config, folder)
             store.prove_shared(folder)
             newest = newest_checkpoint(folder, trainer) if goes_on else None
+            if goes_on and newest is None:
+                trainer.log.line(f"{folder} holds no checkpoint yet: from the start")
             moved = {key: new for key, (_, new) in changed.items() if key in MOVABLE}
             for key, (old, new) in changed.items():
                 if key not in moved:
