@@ -25,14 +25,12 @@ COMMON = {"D": 32, "S": 32, "BD": 32, "BS": 32, "BT": 16, "MASK": False, "SPLIT"
 COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
 FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
 BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
-# kernel, leaf form, compile-time arguments, bytes that a thread may spill (whole rows, packed documents)
-CASES = {
-    "segment": (triton_forward.segment_kernel, False, {"REVERSE": False}, (0, 0)),
-    "forward leaf": (triton_forward.forward_kernel, True, {"LEAF": True, **FORWARD}, (32, 256)),
-    "forward dyadic": (triton_forward.forward_kernel, False, {"LEAF": False, **FORWARD}, (256, 512)),
-    "backward leaf": (triton_backward.backward_kernel, True, {"LEAF": True, **BACKWARD}, (320, 512)),
-    "backward dyadic": (triton_backward.backward_kernel, False, {"LEAF": False, **BACKWARD}, (1024, 1536)),
-}
+# kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents)
+FORMS = {"leaf": ((32, 256), (320, 512)), "held": ((32, 256), (320, 512)), "dyadic": ((256, 512), (1024, 1536))}
+CASES: dict = {"segment": (triton_forward.segment_kernel, {"REVERSE": False}, (0, 0))}
+for form, (forward, backward) in FORMS.items():
+    CASES[f"forward {form}"] = (triton_forward.forward_kernel, {"FORM": form, **FORWARD}, forward)
+    CASES[f"backward {form}"] = (triton_backward.backward_kernel, {"FORM": form, **BACKWARD}, backward)
 RUNS = [(case, 90, docs) for case in CASES for docs in (False, True)] + [
     ("segment", 80, False),
     ("forward leaf", 80, False),
@@ -47,7 +45,7 @@ def argument_type(name: str) -> str:
 
 
 def compile_ahead(case: str, capability: int, docs: bool):
-    kernel, leaf, constants, _ = CASES[case]
+    kernel, constants, _ = CASES[case]
     constants = COMMON | constants | {"HAS_DOCS": docs}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else argument_type(name) for name in names}
@@ -58,7 +56,7 @@ def compile_ahead(case: str, capability: int, docs: bool):
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = LAUNCHES[case.split()[0], leaf].options | {"enable_fp_fusion": True}
+    options = LAUNCHES[case].options | {"enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -74,7 +72,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 def report(case: str, capability: int, docs: bool) -> dict:
     compiled = compile_ahead(case, capability, docs)
-    spilled, most = stack_bytes(compiled.asm["cubin"]), CASES[case][3][docs]
+    spilled, most = stack_bytes(compiled.asm["cubin"]), CASES[case][2][docs]
     checks = {
         "no warp-group instructions": "wgmma" not in compiled.asm["ptx"],
         "matrix instructions": "mma.sync" in compiled.asm["ptx"],

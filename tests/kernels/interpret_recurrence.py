@@ -3,10 +3,12 @@ on the CPU, against the loop in float64. Prints one JSON object {case: {quantity
 """
 
 import json
+from unittest import mock
 
 import torch
 
 from hymo.bench.recurrence_cases import document_ids, make_inputs, outputs_and_gradients, relative_error
+from hymo.kernels import triton_op
 from hymo.kernels.recurrence import (
     gated_recurrence,
     gated_recurrence_step,
@@ -22,10 +24,27 @@ def errors(shape, *, dtype=torch.float32, packed=False, options=True, max_decay=
         inputs = {name: x for name, x in inputs.items() if name not in ("D", "h0")}
     low = {name: x.to(dtype) if name in ("v", "b", "c") else x.float() for name, x in inputs.items()}
     doc_ids = document_ids(*shape[:2]) if packed else None
+    return compare(low, doc_ids, **keywords)
+
+
+def compare(low, doc_ids, **keywords):
     exact = {name: x.double() for name, x in low.items()}
     reference = outputs_and_gradients(gated_recurrence, exact, doc_ids=doc_ids, backend="loop")
     got = outputs_and_gradients(gated_recurrence, low, doc_ids=doc_ids, backend="triton", **keywords)
     return {name: relative_error(x, reference[name]) for name, x in got.items()}
+
+
+def held(case, *args, **keywords):
+    """A case in the held form, which on a GPU bfloat16 takes; the interpreter knows no bfloat16."""
+    with mock.patch.object(triton_op, "form_of", return_value="held"):
+        return case(*args, **keywords)
+
+
+def constant_gates():
+    """All gates alike and held: what is left of a gradient are neighbours with their true decay, exp(-15)."""
+    inputs = make_inputs(1, 40, 1, 4, 4, dtype=torch.float32)
+    inputs |= {"g": torch.full((1, 40, 1), 0.5), "A_log": torch.full((1, 4), 30.0).log()}
+    return compare(inputs, None)
 
 
 def prefix_unchanged(bound):
@@ -95,6 +114,11 @@ def steps():
 
 
 CASES = {
+    "held, packed": lambda: held(errors, (1, 70, 1, 8, 5), packed=True),
+    "held, whole": lambda: held(errors, (1, 64, 1, 16, 16), options=False),
+    "held, strong decay": lambda: held(errors, (1, 40, 2, 8, 8), packed=True, max_decay=100.0),
+    "held, constant": lambda: held(constant_gates),
+    "held, prefix": lambda: held(prefix_unchanged, None),
     "any decay, packed": lambda: errors((1, 70, 1, 8, 5), packed=True),
     "bounded, packed": lambda: errors((1, 70, 2, 5, 8), packed=True, max_log_decay=5.0),
     "bounded, whole": lambda: errors((1, 64, 1, 16, 16), max_log_decay=5.0, options=False),

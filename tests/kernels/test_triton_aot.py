@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
-CASES = ("segment", "forward leaf", "forward dyadic", "backward leaf", "backward dyadic")
+CASES = ("segment", *(f"{kernel} {form}" for kernel in ("forward", "backward") for form in ("leaf", "held", "dyadic")))
 NAMES = [f"{case}, sm_90{docs}" for case in CASES for docs in ("", ", packed")]
 
 

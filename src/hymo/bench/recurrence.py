@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hymo.bench.recurrence_cases import relative_error
 from hymo.cli_tools import add_examples
+from hymo.kernels.chunked import leaf_fits
 from hymo.kernels.recurrence import Backend, gated_recurrence
 
 Op = Callable[..., Tensor]
@@ -183,7 +184,7 @@ def run_case(case: Case, names: Sequence[str] = ()) -> list[Row]:
 
 
 @contextmanager
-def launching(key: tuple[str, bool], **changes: int | None) -> Iterator[None]:
+def launching(key: str, **changes: int | None) -> Iterator[None]:
     """Another launch of one Triton kernel for a while."""
     from hymo.kernels.triton_common import LAUNCHES
 
@@ -197,13 +198,15 @@ def launching(key: tuple[str, bool], **changes: int | None) -> Iterator[None]:
 
 def tune(case: Case) -> list[Row]:
     """Other launches of each kernel, one change at a time, best read against the first row."""
+    from hymo.kernels.triton_op import form_of
+
     op = providers(case)["triton"]
-    leaf = case.max_log_decay is not None
+    form = form_of(case.dtype, leaf_fits(case.max_log_decay) and case.dtype != torch.float16)
     rows = [run_one("shipped", op, case)]
-    for kernel in ("segment", "forward", "backward"):
+    for kernel in ("segment", f"forward {form}", f"backward {form}"):
         for stages in (2, 3, 4):
             for registers, programs in ((None, 8), (168, 12), (128, 16)):
-                with launching((kernel, leaf), stages=stages, registers=registers, programs=programs):
+                with launching(kernel, stages=stages, registers=registers, programs=programs):
                     rows.append(run_one(f"{kernel} {stages} {registers}", op, case))
     return rows
 

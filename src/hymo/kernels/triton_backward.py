@@ -18,10 +18,13 @@ import triton
 import triton.language as tl
 
 from hymo.kernels.triton_common import (
+    HELD,
     LEVELS,
+    differences_towards,
     dot,
     gate_sums,
     half_sum_mask,
+    held_sums,
     is_right,
     load_ends,
     load_gates,
@@ -114,15 +117,20 @@ def dyadic_pairs(
 
 @triton.jit
 def part_gradients(
-    b, c, v, do, state, dstate, a, t, high, low, total, same, see, reach, keep,
-    dP, dP_low, dP_mirror_low, between, dv, P, W, dg, dA,
-    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    b, c, v, do, state, dstate, a, t, g, high, low, total, same, see, reach, keep,
+    dP, dP_low, dP_mirror_low, dP_beside, dv, P, dg,
+    FORM: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of the state rows of a chunk: returns db, dc, the new dstate, dlog, and adds to dv, P, W, dg and dA.
+    """One part of the state rows of a chunk: returns db, dc, the new dstate, dlog, and adds to dv, P and dg.
 
-    "Mirror" is the image [j,i] of a matrix [i,j]; P and W are built so. dP holds (dyadic) both triangles or (leaf) is
-    used through dP_low, its mirror image and ``between``, dP times the gates between the pair. With W[i,j] = sum_s a_s
-    C_is B_js the pair (i,j) of a leaf sends dP[i,j] W[i,j] to every gate after j up to i.
+    "Mirror" is the image [j,i] of a matrix [i,j]; P is built so. dP holds (dyadic) both triangles or is used through
+    dP_low, its mirror image and dP_beside, which keeps the pairs of neighbours alone.
+
+    In one product of factors C and B (leaf, held) the pair (i,j) sends y = dP_ij C_is B_js to the gates after j up to
+    i: as part of row i's sum to all up to i, and as part of column j's back from all up to j. The two cancel to
+    float32's last digits, since both products take the same rounded factors. What a row reads of the state at the start
+    is a pair with it. A gate that is held gets instead what the tokens on both sides of it send, with its true decay:
+    all others are smaller by one more such factor, or send to gates beside it far more than to it.
     """
     i, j = t[:, None], t[None, :]
     BT: tl.constexpr = t.shape[0]
@@ -134,14 +142,16 @@ def part_gradients(
         through = tl.where(keep, through, 0.0)
     log_L = a[None, :] * gate_sums((j <= i) & same, high, low, SPLIT)
     from_start = tl.exp2(log_L)
-    C_leaf = c32 * from_start
-    if LEAF:
-        inverse = tl.exp2(-log_L)
-    if LEAF and not HAS_DOCS:
+    if FORM == "held":
+        E = held_sums((j <= i) & (j > 0) & same, g, a, SPLIT)
+        factor, inverse = tl.exp2(E), tl.exp2(-E)
+    elif FORM == "leaf":
+        factor, inverse = from_start, tl.exp2(-log_L)
+    if FORM == "leaf" and not HAS_DOCS:
         to_end = inverse * through[None, :]
     else:
         to_end = tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
-    B_out, C_in = b32 * to_end, C_leaf
+    B_out, C_in = b32 * to_end, c32 * from_start
     dB_out = dot(v, transposed(dstate, dtype), zeros, PRECISION)
     dC_in = dot(do, tl.trans(state), zeros, PRECISION)
     if HAS_DOCS:
@@ -151,22 +161,31 @@ def part_gradients(
     passed = through * tl.sum(state.to(tl.float32) * dstate, 1)
     dlog = tl.broadcast_to(passed[None, :], [BT, PART])
     dlog = sums_towards(i > j, B_out * dB_out, dlog, SPLIT)
-    dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
     dstate = dot(transposed(C_in, dtype), do, dstate * through[:, None], PRECISION)
-    if LEAF:
-        B_low = (b32 * inverse).to(dtype)
-        P = dot(B_low, transposed(C_leaf, dtype), P, PRECISION)
-        W = dot(B_low, transposed(C_leaf * a[None, :], dtype), W, PRECISION)
-        db = to_end * dB_out + inverse * dot(dP_mirror_low, C_leaf.to(dtype), zeros, PRECISION)
-        dc = from_start * dot(dP_low, B_low, dC_in, PRECISION)
-        dA += C_leaf * dot(between, B_low, zeros, PRECISION)
-    else:
+    if FORM == "dyadic":
+        dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
         diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)[:, None]
         db, dc = to_end * dB_out + diagonal * c32, from_start * dC_in + diagonal * b32
         P += tl.where(i == j, dot(b, tl.trans(c), tl.zeros_like(P), PRECISION), 0.0)
         P, dlog, db, dc = dyadic_pairs(b32, c32, a, t, high, low, P, dP, dlog, db, dc, SPLIT, PRECISION, dtype)
+    else:
+        C, B = c32 * factor, b32 * inverse
+        C_low, B_low = C.to(dtype), B.to(dtype)
+        P = dot(B_low, transposed(C, dtype), P, PRECISION)
+        dC = dot(dP_low, B_low, dC_in if FORM == "leaf" else zeros, PRECISION)
+        dB = dot(dP_mirror_low, C_low, zeros, PRECISION)
+        y = C_low.to(tl.float32) * dC - B_low.to(tl.float32) * dB
+        db, dc = to_end * dB_out + inverse * dB, factor * dC
+        if FORM == "leaf":
+            dlog = differences_towards((i <= j) & same, y, dlog, SPLIT)
+        else:
+            dc += from_start * dC_in
+            seen = C_in * dC_in
+            log = a[None, :] * g[:, None]
+            beside = seen + c32 * tl.exp2(log) * dot(dP_beside, b, zeros, PRECISION)
+            dlog += tl.where(log < -HELD, beside, differences_towards((i <= j) & same, y + seen, zeros, SPLIT))
     dg += tl.sum(dlog * a[None, :], 1)
-    return db, dc, dstate, dv, P, W, dg, dA, dlog
+    return db, dc, dstate, dv, P, dg, dlog
 
 
 @triton.jit
@@ -174,7 +193,7 @@ def chunk_gradients(
     v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
     doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the chunk at token x; returns dstate at its start and the sums with its part added.
 
@@ -196,36 +215,32 @@ def chunk_gradients(
     dP = dot(do, tl.trans(v), zeros, PRECISION)
     dP_mirror = dot(v, tl.trans(do), zeros, PRECISION)
     dD += tl.sum(tl.sum(tl.where(i == j, dP, 0.0), 1), 0)
-    if LEAF:
-        to_row = gate_sums((j <= i) & same, high, low, SPLIT)
-        between = tl.where((i > j) & same, dP * (to_row - tl.trans(to_row)), 0.0).to(b0.dtype)
+    if FORM == "dyadic":
+        dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
+        dP_low, dP_mirror_low, dP_beside = dP, dP, dP
+    else:
         dP_low = tl.where((i >= j) & same, dP, 0.0).to(b0.dtype)
         dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b0.dtype)
-    else:
-        dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
-        between, dP_low, dP_mirror_low = dP, dP, dP
-    dv, P, W = tl.zeros([BT, BD], tl.float32), zeros, zeros
+        dP_beside = tl.where((i == j + 1) & same, dP, 0.0).to(b0.dtype)
+    dv, P = tl.zeros([BT, BD], tl.float32), zeros
     dg = tl.zeros([BT], tl.float32)
-    db, dc, dstate0, dv, P, W, dg, dA0, dlog = part_gradients(
-        b0, c0, v, do, state0, dstate0, a0, t, high, low, total, same, see, reach, keep, dP, dP_low,
-        dP_mirror_low, between, dv, P, W, dg, dA0, LEAF, HAS_DOCS, SPLIT, PRECISION,
+    db, dc, dstate0, dv, P, dg, dlog = part_gradients(
+        b0, c0, v, do, state0, dstate0, a0, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
+        dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
     )  # fmt: skip
     dA0 += g[:, None] * dlog
     store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     if BS > PART:
-        db, dc, dstate1, dv, P, W, dg, dA1, dlog = part_gradients(
-            b1, c1, v, do, state1, dstate1, a1, t, high, low, total, same, see, reach, keep, dP, dP_low,
-            dP_mirror_low, between, dv, P, W, dg, dA1, LEAF, HAS_DOCS, SPLIT, PRECISION,
+        db, dc, dstate1, dv, P, dg, dlog = part_gradients(
+            b1, c1, v, do, state1, dstate1, a1, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
+            dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
         )  # fmt: skip
         dA1 += g[:, None] * dlog
         store_tile(db_ptr + x * H * S, db, t, s + PART, H * S, tokens - x, S, BS, MASK)
         store_tile(dc_ptr + x * H * S, dc, t, s + PART, H * S, tokens - x, S, BS, MASK)
-    if LEAF:
+    if FORM != "dyadic":
         P = tl.where((i <= j) & same, P, 0.0)
-        W = tl.where((i < j) & same, W * dP_mirror, 0.0)
-        sums = sums_towards(i <= j, tl.trans(W), zeros, SPLIT)
-        dg += tl.sum(tl.where(j < i, sums, 0.0), 1)
     elif HAS_DOCS:
         P = tl.where(same, P, 0.0)
     P = tl.where(i == j, P + skip, P)
@@ -244,7 +259,7 @@ def block_gradients(
     dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T,
     H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``chunk_gradients`` of the four chunks at token x0, from their end. HAS_DOCS: a document may start there."""
     t, s, d = tl.arange(0, BT), tl.arange(0, PART), tl.arange(0, BD)
@@ -271,7 +286,7 @@ def block_gradients(
         dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
             v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
             doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
-            D, S, BD, BS, BT, LEAF, HAS_DOCS, MASK, SPLIT, PRECISION,
+            D, S, BD, BS, BT, FORM, HAS_DOCS, MASK, SPLIT, PRECISION,
         )  # fmt: skip
     tl.debug_barrier()  # the scratch is written anew
     return dstate0, dstate1, dA0, dA1, dD
@@ -284,7 +299,7 @@ def backward_kernel(
     T, n_segments, segment,
     H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_DHT: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr,
+    FORM: tl.constexpr, HAS_D: tl.constexpr, HAS_DHT: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr,
     MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv, db, dc, dg (contiguous), the segments' sums dA and dD, and dh0 [B*H,S,D]."""
@@ -327,13 +342,13 @@ def backward_kernel(
             dstate0, dstate1, dA0, dA1, dD = block_gradients(
                 v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
                 dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T, H, v_stride, b_stride, c_stride,
-                D, S, BD, BS, BT, LEAF, True, MASK, SPLIT, PRECISION,
+                D, S, BD, BS, BT, FORM, True, MASK, SPLIT, PRECISION,
             )  # fmt: skip
         else:
             dstate0, dstate1, dA0, dA1, dD = block_gradients(
                 v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, saved_ptr, scratch_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
                 dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, first, x0, tokens, T, H, v_stride, b_stride, c_stride,
-                D, S, BD, BS, BT, LEAF, False, MASK, SPLIT, PRECISION,
+                D, S, BD, BS, BT, FORM, False, MASK, SPLIT, PRECISION,
             )  # fmt: skip
     tl.store(dA_ptr + at * S + s, tl.sum(dA0, 0), mask=s < S)
     if BS > PART:

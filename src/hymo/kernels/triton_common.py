@@ -8,6 +8,14 @@ all rows are one small matrix product of a 0/1 mask with the gates, each gate sp
 products are exact and the sums are float32), or left float32 for float32 inputs. The result is a tile whose columns
 are all alike, already in the layout in which the matrix instructions take the tile that it scales.
 
+Pairs of tokens inside a chunk are computed in one of three forms, compiled apart:
+
+- leaf, where the caller bounds the decay of a token: one product of c and b times the decay from and to the start.
+- held, for any decay in bfloat16: the same, but no token's decay counts for less than exp(-8) = 3.4e-4 (HELD) between
+  the tokens of one chunk, a twelfth of bfloat16's step next to 1; states and what leaves them keep every decay.
+  The factors start at 2 ** 64 (MIDDLE), so that 15 tokens at exp(-8) stay inside the range of the type.
+- dyadic, for any decay in float32 and float16: halves, quarters and so on of the chunk, every factor at most 1.
+
 Nothing here needs torch, nor do the kernels, so that they can be compiled ahead without it.
 
 Letters: t, u tokens of a chunk, s state row, d value column; BT, BS, BD the (padded) tile sizes.
@@ -21,6 +29,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LEVELS = tl.constexpr(4)  # log2 of the 16 tokens of a chunk
+HELD = tl.constexpr(8.0 * 1.4426950408889634)  # the held form: the strongest decay of a token, as an exponent of 2
+MIDDLE = tl.constexpr(64.0)  # its factors run from 2 ** MIDDLE down to 2 ** (MIDDLE - 15 * HELD), that is 2 ** -109
 
 
 @dataclass(frozen=True)
@@ -37,14 +47,15 @@ class Launch:
         return {"num_warps": 1, "num_stages": self.stages, **limit}
 
 
-# (kernel, leaf form) -> launch, for head sizes up to 32; measured on an H200 with Triton 3.6
+# for head sizes up to 32; measured on an H200 with Triton 3.6
 LAUNCHES = {
-    ("segment", True): Launch(3, None, 16),
-    ("segment", False): Launch(3, None, 16),
-    ("forward", True): Launch(3, 168, 12),
-    ("forward", False): Launch(3, 168, 12),
-    ("backward", True): Launch(3, None, 8),
-    ("backward", False): Launch(2, None, 8),
+    "segment": Launch(3, None, 16),
+    "forward leaf": Launch(3, 168, 12),
+    "forward held": Launch(3, 168, 12),
+    "forward dyadic": Launch(3, 168, 12),
+    "backward leaf": Launch(3, None, 8),
+    "backward held": Launch(3, None, 8),
+    "backward dyadic": Launch(2, None, 8),
 }
 
 
@@ -114,10 +125,45 @@ def gate_sums(chosen, high, low, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def held_sums(chosen, g, a, SPLIT: tl.constexpr):
+    """[t,s]: MIDDLE and the sum over u of a_s g_u where chosen[t,u], none of its terms below -HELD.
+
+    The gates come as a product, so that the terms [s,u] lie as its result does: transposed they are an operand.
+    """
+    BT: tl.constexpr = g.shape[0]
+    BS: tl.constexpr = a.shape[0]
+    middle = tl.full([BT, BS], MIDDLE, tl.float32)
+    if SPLIT:
+        t = tl.arange(0, BT)
+        high = g.to(tl.bfloat16)
+        low = (g - high.to(tl.float32)).to(tl.bfloat16)
+        unit = (t[:, None] == t[None, :]).to(tl.bfloat16)
+        gates = tl.dot(tl.broadcast_to(low[None, :], [BS, BT]), unit)
+        gates = tl.dot(tl.broadcast_to(high[None, :], [BS, BT]), unit, gates)
+        terms = tl.maximum(a[:, None] * gates, -HELD)
+        return tl.dot(chosen.to(tl.float16), transposed(terms, tl.float16), middle)
+    else:
+        terms = tl.maximum(a[None, :] * g[:, None], -HELD)
+        return tl.dot(chosen.to(tl.float32), terms, middle, input_precision="ieee")
+
+
+@triton.jit
 def sums_towards(chosen, y, acc, SPLIT: tl.constexpr):
     """acc + chosen y: sends every row's y to the gates that its factor is made of."""
     if SPLIT:
         return tl.dot(chosen.to(tl.bfloat16), y.to(tl.bfloat16), acc)
+    else:
+        return tl.dot(chosen.to(tl.float32), y, acc, input_precision="ieee")
+
+
+@triton.jit
+def differences_towards(chosen, y, acc, SPLIT: tl.constexpr):
+    """acc + chosen y where terms of y cancel: what bfloat16 cuts off is added too."""
+    if SPLIT:
+        high = y.to(tl.bfloat16)
+        low = (y - high.to(tl.float32)).to(tl.bfloat16)
+        weights = chosen.to(tl.bfloat16)
+        return tl.dot(weights, high, tl.dot(weights, low, acc))
     else:
         return tl.dot(chosen.to(tl.float32), y, acc, input_precision="ieee")
 

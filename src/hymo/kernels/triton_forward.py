@@ -17,6 +17,7 @@ from hymo.kernels.triton_common import (
     dot,
     gate_sums,
     half_sum_mask,
+    held_sums,
     is_right,
     load_ends,
     load_gates,
@@ -108,7 +109,7 @@ def store_state(ptr, value, bh, s, d, S: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def chunk_scores(
     b, c, g, a, through, t, ids, before, last,
-    LEAF: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """P [T,T] of one chunk, c times the decay from its start and b times the decay to its end, in float32."""
     i, j = t[:, None], t[None, :]
@@ -116,18 +117,23 @@ def chunk_scores(
     BS: tl.constexpr = a.shape[0]
     high, low = split_gates(g, BS, SPLIT)
     b32, c32 = b.to(tl.float32), c.to(tl.float32)
-    if LEAF:
+    if FORM != "dyadic":
         chosen = j <= i
         if HAS_DOCS:
             chosen = chosen & (ids[:, None] == ids[None, :])
         log_L = a[None, :] * gate_sums(chosen, high, low, SPLIT)
-        C_in, B_start = c32 * tl.exp2(log_L), b32 * tl.exp2(-log_L)
-        P = dot(C_in.to(c.dtype), transposed(B_start, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
+        C_in = c32 * tl.exp2(log_L)
+        if FORM == "held":
+            E = held_sums(chosen & (j > 0), g, a, SPLIT)
+            C_pair, B_pair = c32 * tl.exp2(E), b32 * tl.exp2(-E)
+        else:
+            C_pair, B_pair = C_in, b32 * tl.exp2(-log_L)
+        P = dot(C_pair.to(c.dtype), transposed(B_pair, c.dtype), tl.zeros([BT, BT], tl.float32), PRECISION)
         P = tl.where(chosen, P, 0.0)
-        if HAS_DOCS:
+        if FORM == "held" or HAS_DOCS:
             B_out = b32 * tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
         else:
-            B_out = B_start * through[None, :]
+            B_out = B_pair * through[None, :]
     else:
         C_in = c32 * tl.exp2(a[None, :] * gate_sums(j <= i, high, low, SPLIT))
         B_out = b32 * tl.exp2(a[None, :] * gate_sums(j > i, high, low, SPLIT))
@@ -149,7 +155,7 @@ def chunk_scores(
 @triton.jit
 def forward_chunk(
     v, b, c, g, state, a, total, skip, t, doc_ptr, t0, T,
-    LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    FORM: tl.constexpr, HAS_D: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of the chunk at token t0 and the state after it. HAS_DOCS: a document may start in it."""
     if HAS_DOCS:
@@ -158,14 +164,14 @@ def forward_chunk(
     else:
         ids, before, last = t, 0, 0
     through = tl.exp2(a * total)
-    P, C_in, B_out = chunk_scores(b, c, g, a, through, t, ids, before, last, LEAF, HAS_DOCS, SPLIT, PRECISION)
+    P, C_in, B_out = chunk_scores(b, c, g, a, through, t, ids, before, last, FORM, HAS_DOCS, SPLIT, PRECISION)
     if HAS_D:
         P = tl.where(t[:, None] == t[None, :], P + skip, P)
     if HAS_DOCS:
         through = tl.where(before == last, through, 0.0)
     o = dot(P.to(v.dtype), v, tl.zeros(v.shape, tl.float32), PRECISION)
     o = dot(C_in.to(c.dtype), transposed(state, c.dtype), o, PRECISION)
-    state = dot(transposed(v, v.dtype), B_out.to(b.dtype), state * through[None, :], PRECISION)
+    state = dot(tl.trans(v), B_out.to(b.dtype), state * through[None, :], PRECISION)
     return o, state
 
 
@@ -175,7 +181,7 @@ def forward_kernel(
     T, n_segments, segment,
     H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    LEAF: tl.constexpr, HAS_D: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr, SAVE: tl.constexpr,
+    FORM: tl.constexpr, HAS_D: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr, SAVE: tl.constexpr,
     MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o, the final state hT [B*H,S,D], and with SAVE the state before every 64th token [B*H,ceil(T/64),S,D]."""
@@ -214,11 +220,11 @@ def forward_kernel(
                 saved_ptr += BD * BS
         if HAS_DOCS and starts_document(doc_ptr, first + x, T, BT):
             o, state = forward_chunk(
-                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, LEAF, HAS_D, True, SPLIT, PRECISION
+                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, FORM, HAS_D, True, SPLIT, PRECISION
             )
         else:
             o, state = forward_chunk(
-                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, LEAF, HAS_D, False, SPLIT, PRECISION
+                v, b, c, g, state, a, total, skip, t, doc_ptr, first + x, T, FORM, HAS_D, False, SPLIT, PRECISION
             )
         store_tile(o_ptr + x * H * D, o, t, d, H * D, tokens - x, D, BD, MASK)
         v, total, x = v_next, tl.sum(g_next, 0), x + BT

@@ -54,6 +54,13 @@ def triton_recurrence(
     return _in_blocks(v, b, c, g, A_log, D, h0, doc_ids, leaf, save)
 
 
+def form_of(dtype: torch.dtype, leaf: bool) -> str:
+    """How pairs inside a chunk are computed (``hymo.kernels.triton_common``); leaf: a stated bound allows that form."""
+    if leaf:
+        return "leaf"
+    return "held" if dtype == torch.bfloat16 else "dyadic"
+
+
 def _in_blocks(
     v: Tensor,
     b: Tensor,
@@ -107,12 +114,13 @@ def run_forward(
     g, A_log = g.contiguous(), A_log.contiguous()
     B, T, H, _ = v.shape
     o, hT, saved = _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output)
-    how = LAUNCHES["forward", leaf]
+    form = form_of(v.dtype, leaf)
+    how = LAUNCHES[f"forward {form}"]
     segment = segment_length(T, B * H, how.programs, v.device)
-    carry, kept = _segments(v, b, g, A_log, doc_ids, segment, leaf, reverse=False)
+    carry, kept = _segments(v, b, g, A_log, doc_ids, segment, reverse=False)
     n = -(-T // segment)
-    constants = _constants("forward", v.dtype, v.shape[-1], b.shape[-1], T % BLOCK != 0, doc_ids is not None, leaf)
-    flags = {"HAS_D": D is not None, "HAS_H0": h0 is not None, "SAVE": save, **_strides(v, b, c)}
+    constants = _constants(v.dtype, v.shape[-1], b.shape[-1], T % BLOCK != 0, doc_ids is not None)
+    flags = {"FORM": form, "HAS_D": D is not None, "HAS_H0": h0 is not None, "SAVE": save, **_strides(v, b, c)}
     args = (v, b, c, g, A_log, _or(D, g), _or(h0, g), _or(doc_ids, g), carry, kept, o, hT, saved)
     sizes = (T, n, segment)
     launch(forward_kernel, (B * H, n), (*args, *sizes), constants | flags, how.options)
@@ -146,15 +154,16 @@ def run_backward(
     do = do.to(v.dtype).contiguous()
     B, T, H, _ = v.shape
     S = b.shape[-1]
-    how = LAUNCHES["backward", leaf]
+    form = form_of(v.dtype, leaf)
+    how = LAUNCHES[f"backward {form}"]
     segment = segment_length(T, B * H, how.programs, v.device)
     n = -(-T // segment)
-    carry, kept = _segments(do, c, g, A_log, doc_ids, segment, leaf, reverse=True)
+    carry, kept = _segments(do, c, g, A_log, doc_ids, segment, reverse=True)
     dv, db, dc, dg, dA_log, dD, dh0 = _gradients(v, b, c, has_h0)
     scratch = saved.new_empty(B * H * n, BLOCK // CHUNK, *saved.shape[1:])
     dA_parts, dD_parts = g.new_empty(B, H, n, S), g.new_empty(B, H, n)
-    constants = _constants("backward", v.dtype, v.shape[-1], S, T % BLOCK != 0, doc_ids is not None, leaf)
-    flags = {"HAS_D": D is not None, "HAS_DHT": dhT is not None, "HAS_H0": has_h0, **_strides(v, b, c)}
+    constants = _constants(v.dtype, v.shape[-1], S, T % BLOCK != 0, doc_ids is not None)
+    flags = {"FORM": form, "HAS_D": D is not None, "HAS_DHT": dhT is not None, "HAS_H0": has_h0, **_strides(v, b, c)}
     args = (v, b, c, g, A_log, _or(D, g), _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept)
     results = (dv, db, dc, dg, dA_parts, dD_parts, dh0 if has_h0 else g)
     sizes = (T, n, segment)
@@ -192,7 +201,7 @@ recurrence = register_operator(
 
 
 def _segments(
-    v: Tensor, b: Tensor, g: Tensor, A_log: Tensor, doc_ids: Tensor | None, segment: int, leaf: bool, *, reverse: bool
+    v: Tensor, b: Tensor, g: Tensor, A_log: Tensor, doc_ids: Tensor | None, segment: int, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Every segment's addition to the state (reverse: to the state's gradient) and the sum of its gates."""
     B, T, H, D = v.shape
@@ -200,22 +209,20 @@ def _segments(
     carry = g.new_empty(B * H, n, _tile(S), _tile(D))
     kept = g.new_empty(B * H, n)
     if n > 1:
-        constants = _constants("segment", v.dtype, D, S, T % BLOCK != 0, doc_ids is not None, leaf)
+        constants = _constants(v.dtype, D, S, T % BLOCK != 0, doc_ids is not None)
         args = (v, b, g, A_log, _or(doc_ids, g), carry, kept, T, n, segment)
-        how = LAUNCHES["segment", leaf]
+        how = LAUNCHES["segment"]
         launch(segment_kernel, (B * H, n - 1), args, constants | {"REVERSE": reverse, **_strides(v, b)}, how.options)
     return carry, kept
 
 
 @cache
-def _constants(
-    kernel: str, dtype: torch.dtype, D: int, S: int, masked: bool, has_docs: bool, leaf: bool
-) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, D: int, S: int, masked: bool, has_docs: bool) -> dict[str, Any]:
     """The compile-time arguments that do not depend on which tensors are there."""
     wide = dtype == torch.float32
     sizes = {"D": D, "S": S, "BD": _tile(D), "BS": _tile(S), "BT": CHUNK}
     precision = {"SPLIT": not (wide or INTERPRETED), "PRECISION": "tf32x3" if wide else "tf32"}
-    return sizes | precision | {"HAS_DOCS": has_docs, "MASK": masked} | ({} if kernel == "segment" else {"LEAF": leaf})
+    return sizes | precision | {"HAS_DOCS": has_docs, "MASK": masked}
 
 
 def _strides(v: Tensor, b: Tensor, *c: Tensor) -> dict[str, int]:
