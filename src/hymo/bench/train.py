@@ -193,14 +193,18 @@ def _enclosing_part(event: FunctionEvent) -> str | None:
 
 def _part_of(event: FunctionEvent, part_of_sequence: dict[int, str]) -> str:
     node: FunctionEvent | None = event
+    below = event
     while node is not None:
         if node.name.startswith(PREFIX):
             return node.name[len(PREFIX) :]
         if node.name.startswith("FSDP::"):
             return "gather and reduce"
-        if node.name.startswith("autograd::engine") and node.sequence_nr in part_of_sequence:
-            return part_of_sequence[node.sequence_nr]
-        node = node.cpu_parent
+        if node.name.startswith("autograd::engine"):
+            # A node with hooks before it, as FSDP2 sets them, carries its number on the call inside alone
+            number = node.sequence_nr if node.sequence_nr >= 0 else below.sequence_nr
+            if number in part_of_sequence:
+                return part_of_sequence[number]
+        below, node = node, node.cpu_parent
     return "other"
 
 
