@@ -145,7 +145,7 @@ def picture(report: dict[str, Any], target: Path) -> None:
     with pyplot.rc_context(look):
         figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained", facecolor="white")
         speed.plot(contexts, [r["tokens_per_s"] for r in rows], "o-", color="#0072b2", lw=2)
-        speed.set_ylim(bottom=0)
+        speed.set_ylim(0, 1.1 * max(r["tokens_per_s"] for r in rows))
         speed.set_title("tokens a second, one text", loc="left", fontsize=11)
         for kind, colour, dash in (("recurrent", "#0072b2", "o-"), ("attention", "#d55e00", "s--")):
             values = [r["cache"][kind] for r in rows]

@@ -122,8 +122,16 @@ def deal(
             _kill(r.process)
 
 
+def visible(device: str) -> str:
+    """The GPU of this number among those that CUDA_VISIBLE_DEVICES shows, by the name it has there."""
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if shown and int(device) >= len(shown):
+        sys.exit(f"--gpus: found {device}; accepted: 0 to {len(shown) - 1}, as CUDA_VISIBLE_DEVICES={','.join(shown)}")
+    return shown[int(device)] if shown else device
+
+
 def _start(job: Job, words: list[str], device: str, out: Path) -> _Running:
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": device}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": visible(device)}
     with (out / f"{job.name}.log").open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     return _Running(job, device, process, time.perf_counter())

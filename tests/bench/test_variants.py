@@ -29,9 +29,10 @@ def python(text):
     return lambda job: [sys.executable, "-c", text, job.name]
 
 
-def test_devices_budget_and_number_are_kept(script, tmp_path):
+def test_devices_budget_and_number_are_kept(script, tmp_path, monkeypatch):
     """What ran together is read from the times that the runs themselves wrote."""
     variants = script("variants")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     text = (
         "import os, sys, time\n"
         "began = time.time(); time.sleep(0.5)\n"
@@ -52,6 +53,16 @@ def test_devices_budget_and_number_are_kept(script, tmp_path):
         assert len(together) <= 3
         assert sum(together) <= 10 or together == [99]
     assert any(b < began < e for _, began, *_ in times.values() for _, b, e, _ in times.values())
+
+
+def test_numbers_count_among_the_visible_gpus(script, monkeypatch):
+    variants = script("variants")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert variants.visible("1") == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a")
+    assert [variants.visible("0"), variants.visible("1")] == ["3", "GPU-5a"]
+    with pytest.raises(SystemExit, match="accepted: 0 to 1"):
+        variants.visible("2")
 
 
 def test_a_run_past_its_limit_is_stopped_with_its_children_and_a_failure_is_named(script, tmp_path):
