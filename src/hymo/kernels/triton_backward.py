@@ -189,6 +189,12 @@ def part_gradients(
 
 
 @triton.jit
+def halved(x):
+    """The lower half of the rows added to the upper one; a thread holds both, and a sum takes half the registers."""
+    return tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+
+
+@triton.jit
 def chunk_gradients(
     v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
     doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
@@ -228,7 +234,7 @@ def chunk_gradients(
         b0, c0, v, do, state0, dstate0, a0, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
         dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
     )  # fmt: skip
-    dA0 += g[:, None] * dlog
+    dA0 += halved(g[:, None] * dlog)
     store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     if BS > PART:
@@ -236,7 +242,7 @@ def chunk_gradients(
             b1, c1, v, do, state1, dstate1, a1, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
             dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
         )  # fmt: skip
-        dA1 += g[:, None] * dlog
+        dA1 += halved(g[:, None] * dlog)
         store_tile(db_ptr + x * H * S, db, t, s + PART, H * S, tokens - x, S, BS, MASK)
         store_tile(dc_ptr + x * H * S, dc, t, s + PART, H * S, tokens - x, S, BS, MASK)
     if FORM != "dyadic":
@@ -332,7 +338,7 @@ def backward_kernel(
         dstate0 = add_segment(dstate0, a0[:, None], carry_ptr, kept_ptr, later, si, dj, BS, BD)
         if BS > PART:
             dstate1 = add_segment(dstate1, a1[:, None], carry_ptr, kept_ptr, later, si + PART, dj, BS, BD)
-    dA0, dA1 = tl.zeros([BT, PART], tl.float32), tl.zeros([BT, PART], tl.float32)
+    dA0, dA1 = tl.zeros([BT // 2, PART], tl.float32), tl.zeros([BT // 2, PART], tl.float32)
     dD = 0.0
     n_blocks = tl.cdiv(tokens, 64)
     for block in range(n_blocks):
