@@ -26,7 +26,7 @@ COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
 FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
 BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
 # kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents)
-FORMS = {"leaf": ((32, 256), (320, 512)), "held": ((32, 256), (320, 512)), "dyadic": ((256, 512), (1024, 1536))}
+FORMS = {"leaf": ((32, 64), (128, 256)), "held": ((32, 192), (320, 352)), "dyadic": ((256, 384), (704, 1024))}
 CASES: dict = {"segment": (triton_forward.segment_kernel, {"REVERSE": False}, (0, 0))}
 for form, (forward, backward) in FORMS.items():
     CASES[f"forward {form}"] = (triton_forward.forward_kernel, {"FORM": form, **FORWARD}, forward)
