@@ -100,11 +100,12 @@ def deal(
     What a run prints goes to NAME.log beside its JSON. A job over the budget has its device to itself. Leaving this
     generator early ends what still runs.
     """
+    devices = visible_gpus(args.gpus)
     args.out.mkdir(parents=True, exist_ok=True)
     waiting, running = list(jobs), list[_Running]()
     try:
         while waiting or running:
-            for device in args.gpus.split(","):
+            for device in devices:
                 here = [r for r in running if r.device == device]
                 room = budget - sum(r.job.n_bytes for r in here)
                 job = next((j for j in waiting if not here or (len(here) < at_once and j.n_bytes <= room)), None)
@@ -122,16 +123,23 @@ def deal(
             _kill(r.process)
 
 
-def visible(device: str) -> str:
-    """The GPU of this number among those that CUDA_VISIBLE_DEVICES shows, by the name it has there."""
-    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if shown and int(device) >= len(shown):
-        sys.exit(f"--gpus: found {device}; accepted: 0 to {len(shown) - 1}, as CUDA_VISIBLE_DEVICES={','.join(shown)}")
-    return shown[int(device)] if shown else device
+def visible_gpus(numbers: str) -> list[str]:
+    """The GPUs of these numbers among those that CUDA_VISIBLE_DEVICES shows, by the names they have there."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if shown is None else [name.strip() for name in shown.split(",") if name.strip()]
+    found = []
+    for number in map(str.strip, numbers.split(",")):
+        if not number.isdigit() or (names is not None and int(number) >= len(names)):
+            accepted = "numbers of GPUs, as in 0,1"
+            if names is not None:
+                accepted += f", below {len(names)} with CUDA_VISIBLE_DEVICES={shown}"
+            sys.exit(f"--gpus: found {numbers!r}; accepted: {accepted}")
+        found.append(number if names is None else names[int(number)])
+    return found
 
 
 def _start(job: Job, words: list[str], device: str, out: Path) -> _Running:
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": visible(device)}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": device}
     with (out / f"{job.name}.log").open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     return _Running(job, device, process, time.perf_counter())

@@ -58,11 +58,13 @@ def test_devices_budget_and_number_are_kept(script, tmp_path, monkeypatch):
 def test_numbers_count_among_the_visible_gpus(script, monkeypatch):
     variants = script("variants")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert variants.visible("1") == "1"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a")
-    assert [variants.visible("0"), variants.visible("1")] == ["3", "GPU-5a"]
-    with pytest.raises(SystemExit, match="accepted: 0 to 1"):
-        variants.visible("2")
+    assert variants.visible_gpus("1, 0") == ["1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5a")
+    assert variants.visible_gpus("0,1") == ["3", "GPU-5a"]
+    for shown, numbers in (("3,GPU-5a", "0,2"), ("", "0"), ("3", "-1"), ("3", "x"), ("3", "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        with pytest.raises(SystemExit, match="--gpus: found"):
+            variants.visible_gpus(numbers)
 
 
 def test_a_run_past_its_limit_is_stopped_with_its_children_and_a_failure_is_named(script, tmp_path):

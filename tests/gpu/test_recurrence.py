@@ -54,6 +54,15 @@ def test_gates_that_are_all_held_get_gradients_of_their_true_decay():
     check(inputs)
 
 
+@pytest.mark.parametrize(("weak", "strong"), [(0.01, 8.1), (1e-3, 12.0), (0.0, 20.0)])
+def test_a_held_gate_among_weak_ones(weak, strong):
+    """All rates are 1. The sum for the rates weighs the strong gates, whose own gradients are small."""
+    inputs = make(2, 500, 3, 32, 32)
+    g = torch.full_like(inputs["g"], weak)
+    g[:, 5::16] = strong
+    check(inputs | {"g": g, "A_log": torch.zeros_like(inputs["A_log"])})
+
+
 @pytest.mark.parametrize("bound", [None, 5.0], ids=["held", "leaf"])
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 4, 4), (2, 63, 3, 16, 24), (1, 1000, 2, 32, 32), (2, 129, 2, 40, 128)], ids=str

@@ -40,11 +40,12 @@ def held(case, *args, **keywords):
         return case(*args, **keywords)
 
 
-def constant_gates():
-    """All gates alike and held: what is left of a gradient are neighbours with their true decay, exp(-15)."""
-    inputs = make_inputs(1, 40, 1, 4, 4, dtype=torch.float32)
-    inputs |= {"g": torch.full((1, 40, 1), 0.5), "A_log": torch.full((1, 4), 30.0).log()}
-    return compare(inputs, None)
+def gates_alike(weak, strong):
+    """Every gate ``strong``, or every tenth one among weak ones; rates are 1."""
+    inputs = make_inputs(1, 48, 1, 4, 4, dtype=torch.float32)
+    g = torch.full((1, 48, 1), strong if weak is None else weak)
+    g[:, 5::10] = strong
+    return compare(inputs | {"g": g, "A_log": torch.zeros(1, 4)}, None)
 
 
 def prefix_unchanged(bound):
@@ -117,7 +118,9 @@ CASES = {
     "held, packed": lambda: held(errors, (1, 70, 1, 8, 5), packed=True),
     "held, whole": lambda: held(errors, (1, 64, 1, 16, 16), options=False),
     "held, strong decay": lambda: held(errors, (1, 40, 2, 8, 8), packed=True, max_decay=100.0),
-    "held, constant": lambda: held(constant_gates),
+    "held, all gates": lambda: held(gates_alike, None, 15.0),
+    "held, one in ten": lambda: held(gates_alike, 1e-3, 12.0),
+    "held, one in ten, no decay else": lambda: held(gates_alike, 0.0, 9.0),
     "held, prefix": lambda: held(prefix_unchanged, None),
     "any decay, packed": lambda: errors((1, 70, 1, 8, 5), packed=True),
     "bounded, packed": lambda: errors((1, 70, 2, 5, 8), packed=True, max_log_decay=5.0),

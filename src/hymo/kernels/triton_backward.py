@@ -118,19 +118,19 @@ def dyadic_pairs(
 @triton.jit
 def part_gradients(
     b, c, v, do, state, dstate, a, t, g, high, low, total, same, see, reach, keep,
-    dP, dP_low, dP_mirror_low, dP_beside, dv, P, dg,
+    dP, dP_low, dP_mirror_low, dv, P, dg,
     FORM: tl.constexpr, HAS_DOCS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the state rows of a chunk: returns db, dc, the new dstate, dlog, and adds to dv, P and dg.
 
     "Mirror" is the image [j,i] of a matrix [i,j]; P is built so. dP holds (dyadic) both triangles or is used through
-    dP_low, its mirror image and dP_beside, which keeps the pairs of neighbours alone.
+    dP_low and its mirror image.
 
     In one product of factors C and B (leaf, held) the pair (i,j) sends y = dP_ij C_is B_js to the gates after j up to
     i: as part of row i's sum to all up to i, and as part of column j's back from all up to j. The two cancel to
-    float32's last digits, since both products take the same rounded factors. What a row reads of the state at the start
-    is a pair with it. A gate that is held gets instead what the tokens on both sides of it send, with its true decay:
-    all others are smaller by one more such factor, or send to gates beside it far more than to it.
+    float32's last digits, since both products take the same rounded factors. What a row reads of the state at the
+    chunk's start is, in the leaf form, one more such pair. Through a gate that is held the pairs come with the decay at
+    which it is held; what is beyond is taken off again.
     """
     i, j = t[:, None], t[None, :]
     BT: tl.constexpr = t.shape[0]
@@ -177,13 +177,12 @@ def part_gradients(
         y = C_low.to(tl.float32) * dC - B_low.to(tl.float32) * dB
         db, dc = to_end * dB_out + inverse * dB, factor * dC
         if FORM == "leaf":
-            dlog = differences_towards((i <= j) & same, y, dlog, SPLIT)
+            dlog = differences_towards((i <= j) & same, y, dlog, 2, SPLIT)
         else:
             dc += from_start * dC_in
-            seen = C_in * dC_in
-            log = a[None, :] * g[:, None]
-            beside = seen + c32 * tl.exp2(log) * dot(dP_beside, b, zeros, PRECISION)
-            dlog += tl.where(log < -HELD, beside, differences_towards((i <= j) & same, y + seen, zeros, SPLIT))
+            dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
+            beyond = tl.exp2(tl.minimum(a[None, :] * g[:, None] + HELD, 0.0))
+            dlog += beyond * differences_towards((i <= j) & same, y, zeros, 3, SPLIT)
     dg += tl.sum(dlog * a[None, :], 1)
     return db, dc, dstate, dv, P, dg, dlog
 
@@ -223,16 +222,15 @@ def chunk_gradients(
     dD += tl.sum(tl.sum(tl.where(i == j, dP, 0.0), 1), 0)
     if FORM == "dyadic":
         dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
-        dP_low, dP_mirror_low, dP_beside = dP, dP, dP
+        dP_low, dP_mirror_low = dP, dP
     else:
         dP_low = tl.where((i >= j) & same, dP, 0.0).to(b0.dtype)
         dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b0.dtype)
-        dP_beside = tl.where((i == j + 1) & same, dP, 0.0).to(b0.dtype)
     dv, P = tl.zeros([BT, BD], tl.float32), zeros
     dg = tl.zeros([BT], tl.float32)
     db, dc, dstate0, dv, P, dg, dlog = part_gradients(
         b0, c0, v, do, state0, dstate0, a0, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
-        dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
+        dP_mirror_low, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
     )  # fmt: skip
     dA0 += halved(g[:, None] * dlog)
     store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
@@ -240,7 +238,7 @@ def chunk_gradients(
     if BS > PART:
         db, dc, dstate1, dv, P, dg, dlog = part_gradients(
             b1, c1, v, do, state1, dstate1, a1, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
-            dP_mirror_low, dP_beside, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
+            dP_mirror_low, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
         )  # fmt: skip
         dA1 += halved(g[:, None] * dlog)
         store_tile(db_ptr + x * H * S, db, t, s + PART, H * S, tokens - x, S, BS, MASK)

@@ -13,7 +13,7 @@ Pairs of tokens inside a chunk are computed in one of three forms, compiled apar
 - leaf, where the caller bounds the decay of a token: one product of c and b times the decay from and to the start.
 - held, for any decay in bfloat16: the same, but no token's decay counts for less than exp(-8) = 3.4e-4 (HELD) between
   the tokens of one chunk, a twelfth of bfloat16's step next to 1; states and what leaves them keep every decay.
-  The factors start at 2 ** 64 (MIDDLE), so that 15 tokens at exp(-8) stay inside the range of the type.
+  The factors start at 2 ** 87 (MIDDLE), so that 15 tokens at exp(-8) leave as much room at either end of the range.
 - dyadic, for any decay in float32 and float16: halves, quarters and so on of the chunk, every factor at most 1.
 
 Nothing here needs torch, nor do the kernels, so that they can be compiled ahead without it.
@@ -30,7 +30,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LEVELS = tl.constexpr(4)  # log2 of the 16 tokens of a chunk
 HELD = tl.constexpr(8.0 * 1.4426950408889634)  # the held form: the strongest decay of a token, as an exponent of 2
-MIDDLE = tl.constexpr(64.0)  # its factors run from 2 ** MIDDLE down to 2 ** (MIDDLE - 15 * HELD), that is 2 ** -109
+MIDDLE = tl.constexpr(7.5 * 8.0 * 1.4426950408889634)  # its factors run from 2 ** MIDDLE, 2 ** 87, to 2 ** -MIDDLE
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,15 @@ def sums_towards(chosen, y, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def differences_towards(chosen, y, acc, SPLIT: tl.constexpr):
-    """acc + chosen y where terms of y cancel: what bfloat16 cuts off is added too."""
+def differences_towards(chosen, y, acc, PARTS: tl.constexpr, SPLIT: tl.constexpr):
+    """acc + chosen y where terms of y cancel: as 2 or 3 parts in bfloat16, each what those before it cut off."""
     if SPLIT:
-        high = y.to(tl.bfloat16)
-        low = (y - high.to(tl.float32)).to(tl.bfloat16)
         weights = chosen.to(tl.bfloat16)
+        high = y.to(tl.bfloat16)
+        rest = y - high.to(tl.float32)
+        low = rest.to(tl.bfloat16)
+        if PARTS == 3:
+            acc = tl.dot(weights, (rest - low.to(tl.float32)).to(tl.bfloat16), acc)
         return tl.dot(weights, high, tl.dot(weights, low, acc))
     else:
         return tl.dot(chosen.to(tl.float32), y, acc, input_precision="ieee")
