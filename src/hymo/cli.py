@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hymo import __version__, cli_models, cli_tools
 from hymo.errors import HyMoError
+from hymo.observe.devices import SHORT
 
 OVERRIDE = re.compile(r"^--[A-Za-z_]+\.[^=]+(=|$)")
 
@@ -118,7 +119,7 @@ def build_parser() -> Parser:
     plan = verbs.add_parser("plan", help="before launch: parameters, memory and traffic of a rank, time, rates")
     add_config(plan)
     plan.add_argument("--gpus", type=int, default=1, metavar="N", help="ranks, a GPU each (default: 1)")
-    plan.add_argument("--device", metavar="NAME", help="their kind, for example h200 or a100-80gb (default: this GPU)")
+    plan.add_argument("--device", metavar="NAME", help=f"their kind: {', '.join(SHORT)} (default: this GPU)")
     plan.add_argument("--mfu", type=float, default=0.4, metavar="X", help="utilisation to reckon with (default: 0.4)")
     plan.add_argument("--check", action="store_true", help="run 3 steps here: predicted beside measured")
     plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")

@@ -238,7 +238,7 @@ def newest_checkpoint(folder: Path, trainer: Trainer) -> Path | None:
         trainer.log.warn(f"{path} is damaged and left out ({why})")
     if newest is None and bad:
         raise HyMoError(
-            f"--resume: found {len(bad)} checkpoints in {folder}, all damaged (hymo inspect says how); accepted: "
+            f"--resume: found checkpoints in {folder} ({len(bad)}), all damaged (hymo inspect says how); accepted: "
             "a run with a whole one, or another --run-dir to start again"
         )
     return newest
