@@ -37,7 +37,7 @@ def test_torchruns_agent_restarts_and_the_run_goes_on(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     done = subprocess.run(
-        [sys.executable, *map(str, [*launch, *words])], env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, *map(str, [*launch, *words])], env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("resumed from") == 1 and "update 2," in done.stdout
