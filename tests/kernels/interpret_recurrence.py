@@ -88,7 +88,7 @@ def compiled_as_one_graph():
     again = outputs_and_gradients(recomputed, inputs)
     sequence = [inputs[name].requires_grad_() for name in ("v", "b", "c", "g", "A_log")]
     checks = torch.library.opcheck(
-        torch.ops.hymo.recurrence.default, (*sequence, None, None, None, False, True, False), raise_exception=False
+        torch.ops.hymo.recurrence.default, (*sequence, None, None, None, "dyadic", True, False), raise_exception=False
     )
     return {
         "compiled": all(torch.equal(x, eager[name]) for name, x in compiled.items()),

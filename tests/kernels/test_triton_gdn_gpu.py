@@ -80,6 +80,17 @@ def test_triton_importable():
     assert triton_op.LAUNCHES
 
 
+def test_the_form_follows_from_the_type_and_the_bound():
+    import torch
+
+    from hymo.kernels.triton_op import form_of
+
+    bounds = (None, 5.0, 6.0)
+    assert [form_of(torch.bfloat16, bound) for bound in bounds] == ["held", "leaf", "held"]
+    assert [form_of(torch.float32, bound) for bound in bounds] == ["dyadic", "leaf", "dyadic"]
+    assert [form_of(torch.float16, bound) for bound in bounds] == ["dyadic"] * 3
+
+
 def test_pad_helper():
     from hymo.kernels.triton_op import _tile
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hymo.bench.recurrence_cases import relative_error
 from hymo.cli_tools import add_examples
-from hymo.kernels.chunked import leaf_fits
 from hymo.kernels.recurrence import Backend, gated_recurrence
 
 Op = Callable[..., Tensor]
@@ -201,7 +200,7 @@ def tune(case: Case) -> list[Row]:
     from hymo.kernels.triton_op import form_of
 
     op = providers(case)["triton"]
-    form = form_of(case.dtype, leaf_fits(case.max_log_decay) and case.dtype != torch.float16)
+    form = form_of(case.dtype, case.max_log_decay)
     rows = [run_one("shipped", op, case)]
     for kernel in ("segment", f"forward {form}", f"backward {form}"):
         for stages in (2, 3, 4):

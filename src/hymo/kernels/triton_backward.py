@@ -9,7 +9,7 @@ leaves the registers before the next one comes in.
 
 The gradient of a gate needs, for every decay factor f = exp(a e) in use, y = f df, row by row; e is a sum of gates,
 so y goes to each gate of the sum: dlog [u,s] collects them, dg_u = sum_s a_s dlog_us and da_s = sum_u g_u dlog_us.
-Nothing is subtracted, so bfloat16 products keep their accuracy at any decay.
+Nothing is subtracted, but for the pairs of a chunk in one product (``part_gradients``), whose terms cancel exactly.
 
 Layouts: as in ``hymo.kernels.triton_forward``; dA [B*H,N,S] and dD [B*H,N] are sums of one segment each.
 """

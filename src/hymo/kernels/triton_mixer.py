@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hymo.kernels import triton_conv, triton_op
-from hymo.kernels.chunked import leaf_fits
 from hymo.kernels.operators import register_operator
 from hymo.kernels.recurrence import DEBUG, check_values
 from hymo.kernels.triton_conv import sigmoid
@@ -95,10 +94,10 @@ def gated_mixer(
     """
     if DEBUG:
         check_values(g_BTH, A_log_HS, doc_ids_BT, max_log_decay)
-    leaf = leaf_fits(max_log_decay) and proj_BTP.dtype != torch.float16
+    form = triton_op.form_of(proj_BTP.dtype, max_log_decay)
     inputs = (proj_BTP, g_BTH, A_log_HS, D_H, conv_weight_CK, norm_weight_D)
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return mixer(*inputs, doc_ids_BT, leaf, eps, save)[0]
+    return mixer(*inputs, doc_ids_BT, form, eps, save)[0]
 
 
 def supports(proj: Tensor, conv_weight: Tensor, head_dim: int, state_dim: int) -> bool:
@@ -114,7 +113,7 @@ def _forward(
     conv_weight: Tensor,
     norm_weight: Tensor,
     doc_ids: Tensor | None,
-    leaf: bool,
+    form: str,
     eps: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -125,7 +124,7 @@ def _forward(
     x, z = proj[..., : sum(sizes)], proj[..., sum(sizes) :]
     v, b, c = triton_conv.run_forward(x, conv_weight.contiguous(), doc_ids, sizes)
     v, b, c = v.view(B, T, H, -1), b.view(B, T, H, S), c.view(B, T, H, S)
-    o, _, saved = triton_op.run_forward(v, b, c, g, A_log, D, None, doc_ids, leaf, save, False)
+    o, _, saved = triton_op.run_forward(v, b, c, g, A_log, D, None, doc_ids, form, save, False)
     y = torch.empty(B, T, sizes[0], dtype=proj.dtype, device=proj.device)
     constants, grid = _gate_constants(H, v.shape[-1]), (-(-B * T * H // ROWS), 1)
     launch(gate_kernel, grid, (o, z, norm_weight, y, B * T * H, z.stride(1), eps), constants, OPTIONS)
@@ -143,7 +142,7 @@ def _gate_constants(H: int, D: int) -> dict[str, int]:
     return {"H": H, "D": D, "BD": triton.next_power_of_2(D), "ROWS": ROWS}
 
 
-def _forward_shapes(proj, g, A_log, D, conv_weight, norm_weight, doc_ids, leaf, eps, save):
+def _forward_shapes(proj, g, A_log, D, conv_weight, norm_weight, doc_ids, form, eps, save):
     (B, T, _), (H, S) = proj.shape, A_log.shape
     y = torch.empty(B, T, H * norm_weight.shape[0], dtype=proj.dtype, device=proj.device)
     if not save:
@@ -166,7 +165,7 @@ def _backward(
     c: Tensor,
     o: Tensor,
     saved: Tensor,
-    leaf: bool,
+    form: str,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of proj, g, A_log, D, conv_weight and norm_weight; all but the first are fp32."""
@@ -180,28 +179,28 @@ def _backward(
     dz = dproj[..., n_x:]
     args = (o, z, norm_weight, dy, do, dz, dw, B * T * H, z.stride(1), dz.stride(1), eps)
     launch(gate_backward_kernel, (programs, 1), args, _gate_constants(H, v.shape[-1]), OPTIONS)
-    dv, db, dc, dg, dA_log, dD, _ = triton_op.run_backward(do, None, v, b, c, g, A_log, D, doc_ids, saved, leaf, False)
+    dv, db, dc, dg, dA_log, dD, _ = triton_op.run_backward(do, None, v, b, c, g, A_log, D, doc_ids, saved, form, False)
     parts = [x.flatten(2) for x in (dv, db, dc)]
     dconv = triton_conv.run_backward(parts, x, conv_weight.contiguous(), doc_ids, dproj[..., :n_x])
     return dproj, dg, dA_log, dD, dconv, dw.sum(0)
 
 
-def _backward_shapes(dy, proj, g, A_log, D, conv_weight, norm_weight, doc_ids, v, b, c, o, saved, leaf, eps):
+def _backward_shapes(dy, proj, g, A_log, D, conv_weight, norm_weight, doc_ids, v, b, c, o, saved, form, eps):
     dproj = torch.empty(proj.shape, dtype=proj.dtype, device=proj.device)
     weights = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (conv_weight, norm_weight))
     return dproj, *(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (g, A_log, D)), *weights
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, leaf, eps, _ = inputs
+    *tensors, form, eps, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.leaf, ctx.eps = leaf, eps
+    ctx.form, ctx.eps = form, eps
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
     proj, g, A_log, D, conv_weight, norm_weight, *rest = ctx.saved_tensors
-    grads = mixer_backward(dy, proj, g, A_log, D, conv_weight, norm_weight, *rest, ctx.leaf, ctx.eps)
+    grads = mixer_backward(dy, proj, g, A_log, D, conv_weight, norm_weight, *rest, ctx.form, ctx.eps)
     dproj, dg, dA_log, dD, dconv, dnorm = grads
     return dproj, dg, dA_log, dD, dconv.to(conv_weight.dtype), dnorm.to(norm_weight.dtype), None, None, None, None
 

@@ -44,19 +44,19 @@ def triton_recurrence(
     """
     if v.dtype == torch.float64:
         raise TypeError("v: found dtype torch.float64, accepted by backend='triton' are float32, bfloat16 and float16")
-    leaf = leaf_fits(max_log_decay) and v.dtype != torch.float16  # exp(80) is too large for float16
+    form = form_of(v.dtype, max_log_decay)
     doc_ids = None if doc_ids is None else doc_ids.to(torch.int32)
     inputs = [x for x in (v, b, c, g, A_log, D, h0) if x is not None]
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if v.shape[-1] <= HEAD and b.shape[-1] <= HEAD:
-        o, hT, _ = recurrence(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, False)
+        o, hT, _ = recurrence(v, b, c, g, A_log, D, h0, doc_ids, form, save, False)
         return o, hT
-    return _in_blocks(v, b, c, g, A_log, D, h0, doc_ids, leaf, save)
+    return _in_blocks(v, b, c, g, A_log, D, h0, doc_ids, form, save)
 
 
-def form_of(dtype: torch.dtype, leaf: bool) -> str:
-    """How pairs inside a chunk are computed (``hymo.kernels.triton_common``); leaf: a stated bound allows that form."""
-    if leaf:
+def form_of(dtype: torch.dtype, max_log_decay: float | None) -> str:
+    """How pairs inside a chunk are computed: leaf, held or dyadic (``hymo.kernels.triton_common``)."""
+    if leaf_fits(max_log_decay) and dtype != torch.float16:  # exp(80) is too large for float16
         return "leaf"
     return "held" if dtype == torch.bfloat16 else "dyadic"
 
@@ -70,7 +70,7 @@ def _in_blocks(
     D: Tensor | None,
     h0: Tensor | None,
     doc_ids: Tensor | None,
-    leaf: bool,
+    form: str,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Heads of R value blocks and Q state blocks as R * Q heads of 32 x 32."""
@@ -90,7 +90,7 @@ def _in_blocks(
     if h0 is not None:
         h0 = pad(h0, (0, R * HEAD - D_head, 0, Q * HEAD - S)).view(B, H, Q, HEAD, R, HEAD)
         h0 = h0.permute(0, 1, 4, 2, 3, 5).flatten(1, 3)
-    o, hT, _ = recurrence(values, cut_state(b), cut_state(c), gates, cut_state(A_log), D, h0, doc_ids, leaf, save, True)
+    o, hT, _ = recurrence(values, cut_state(b), cut_state(c), gates, cut_state(A_log), D, h0, doc_ids, form, save, True)
     o = o.view(B, T, H, R, Q, HEAD).sum(4).flatten(3)[..., :D_head].to(v.dtype)
     hT = hT.view(B, H, R, Q, HEAD, HEAD).permute(0, 1, 3, 4, 2, 5).reshape(B, H, Q * HEAD, R * HEAD)
     return o, hT[:, :, :S, :D_head]
@@ -105,7 +105,7 @@ def run_forward(
     D: Tensor | None,
     h0: Tensor | None,
     doc_ids: Tensor | None,
-    leaf: bool,
+    form: str,
     save: bool,
     float_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,8 +113,7 @@ def run_forward(
     v, b, c = _rows(v), _rows(b), _rows(c)
     g, A_log = g.contiguous(), A_log.contiguous()
     B, T, H, _ = v.shape
-    o, hT, saved = _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output)
-    form = form_of(v.dtype, leaf)
+    o, hT, saved = _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, form, save, float_output)
     how = LAUNCHES[f"forward {form}"]
     segment = segment_length(T, B * H, how.programs, v.device)
     carry, kept = _segments(v, b, g, A_log, doc_ids, segment, reverse=False)
@@ -127,7 +126,7 @@ def run_forward(
     return o, hT, saved
 
 
-def _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, leaf, save, float_output):
+def _forward_shapes(v, b, c, g, A_log, D, h0, doc_ids, form, save, float_output):
     B, _, H, D_head = v.shape
     o = torch.empty(v.shape, dtype=torch.float32 if float_output else v.dtype, device=v.device)
     hT = torch.empty(B, H, b.shape[-1], D_head, dtype=torch.float32, device=v.device)
@@ -145,7 +144,7 @@ def run_backward(
     D: Tensor | None,
     doc_ids: Tensor | None,
     saved: Tensor,
-    leaf: bool,
+    form: str,
     has_h0: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of v, b, c, g, A_log, D [H] and h0 (empty without one)."""
@@ -154,7 +153,6 @@ def run_backward(
     do = do.to(v.dtype).contiguous()
     B, T, H, _ = v.shape
     S = b.shape[-1]
-    form = form_of(v.dtype, leaf)
     how = LAUNCHES[f"backward {form}"]
     segment = segment_length(T, B * H, how.programs, v.device)
     n = -(-T // segment)
@@ -173,14 +171,14 @@ def run_backward(
     return dv, db, dc, dg, dA_log, dD, dh0
 
 
-def _backward_shapes(do, dhT, v, b, c, g, A_log, D, doc_ids, saved, leaf, has_h0):
+def _backward_shapes(do, dhT, v, b, c, g, A_log, D, doc_ids, saved, form, has_h0):
     return _gradients(v, b, c, has_h0)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    v, b, c, g, A_log, D, h0, doc_ids, leaf, _, _ = inputs
+    v, b, c, g, A_log, D, h0, doc_ids, form, _, _ = inputs
     ctx.save_for_backward(v, b, c, g, A_log, D, doc_ids, output[2])
-    ctx.leaf, ctx.has_h0 = leaf, h0 is not None
+    ctx.form, ctx.has_h0 = form, h0 is not None
     ctx.set_materialize_grads(False)
 
 
@@ -189,7 +187,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dhT: Tensor | None, _: Tensor | 
     if do is None:
         do = torch.zeros_like(v)
     dv, db, dc, dg, dA_log, dD, dh0 = recurrence_backward(
-        do, dhT, v, b, c, g, A_log, D, doc_ids, saved, ctx.leaf, ctx.has_h0
+        do, dhT, v, b, c, g, A_log, D, doc_ids, saved, ctx.form, ctx.has_h0
     )
     return dv, db, dc, dg, dA_log, dD if D is not None else None, dh0 if ctx.has_h0 else None, None, None, None, None
 
