@@ -26,8 +26,10 @@ COMMON = {"D": 32, "S": 32, "BD": 32, "BS": 32, "BT": 16, "MASK": False, "SPLIT"
 COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
 FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
 BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
-# kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents)
-FORMS = {"leaf": ((32, 64), (128, 256)), "held": ((32, 192), (320, 352)), "dyadic": ((256, 384), (704, 1024))}
+# kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents) with Triton 3.6, with which
+# the kernels are measured; another version's assembler may spill some more
+FORMS = {"leaf": ((0, 32), (32, 32)), "held": ((0, 96), (32, 160)), "dyadic": ((64, 352), (384, 704))}
+MORE = 0 if triton.__version__.startswith("3.6.") else 192
 CASES: dict = {"segment": (triton_forward.segment_kernel, {"REVERSE": False}, (0, 0))}
 for form, (forward, backward) in FORMS.items():
     CASES[f"forward {form}"] = (triton_forward.forward_kernel, {"FORM": form, **FORWARD}, forward)
@@ -74,7 +76,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 def report(case: str, capability: int, docs: bool) -> dict:
     compiled = compile_ahead(case, capability, docs)
-    spilled, most = stack_bytes(compiled.asm["cubin"]), CASES[case][2][docs]
+    spilled, most = stack_bytes(compiled.asm["cubin"]), CASES[case][2][docs] + MORE
     checks = {
         "no warp-group instructions": "wgmma" not in compiled.asm["ptx"],
         "matrix instructions": "mma.sync" in compiled.asm["ptx"],

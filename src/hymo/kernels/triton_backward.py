@@ -140,12 +140,9 @@ def part_gradients(
     through = tl.exp2(a * total)
     if HAS_DOCS:
         through = tl.where(keep, through, 0.0)
-    log_L = a[None, :] * gate_sums((j <= i) & same, high, low, SPLIT)
+    log_L = a[None, :] * gate_sums((j <= i) & same if FORM == "leaf" else j <= i, high, low, SPLIT)
     from_start = tl.exp2(log_L)
-    if FORM == "held":
-        E = held_sums((j <= i) & (j > 0) & same, g, a, SPLIT)
-        factor, inverse = tl.exp2(E), tl.exp2(-E)
-    elif FORM == "leaf":
+    if FORM == "leaf":
         factor, inverse = from_start, tl.exp2(-log_L)
     if FORM == "leaf" and not HAS_DOCS:
         to_end = inverse * through[None, :]
@@ -160,27 +157,33 @@ def part_gradients(
     dv = dot(B_out.to(dtype), dstate.to(dtype), dv, PRECISION)
     passed = through * tl.sum(state.to(tl.float32) * dstate, 1)
     dlog = tl.broadcast_to(passed[None, :], [BT, PART])
-    dlog = sums_towards(i > j, B_out * dB_out, dlog, SPLIT)
+    db = to_end * dB_out
+    dlog = sums_towards(i > j, b32 * db, dlog, SPLIT)
     dstate = dot(transposed(C_in, dtype), do, dstate * through[:, None], PRECISION)
     if FORM == "dyadic":
         dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
         diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)[:, None]
-        db, dc = to_end * dB_out + diagonal * c32, from_start * dC_in + diagonal * b32
+        db, dc = db + diagonal * c32, from_start * dC_in + diagonal * b32
         P += tl.where(i == j, dot(b, tl.trans(c), tl.zeros_like(P), PRECISION), 0.0)
         P, dlog, db, dc = dyadic_pairs(b32, c32, a, t, high, low, P, dP, dlog, db, dc, SPLIT, PRECISION, dtype)
     else:
+        if FORM == "held":
+            dc = from_start * dC_in
+            dlog = sums_towards((i <= j) & same, c32 * dc, dlog, SPLIT)
+            E = held_sums((j <= i) & (j > 0) & same, g, a, SPLIT)
+            factor, inverse = tl.exp2(E), tl.exp2(-E)
         C, B = c32 * factor, b32 * inverse
         C_low, B_low = C.to(dtype), B.to(dtype)
         P = dot(B_low, transposed(C, dtype), P, PRECISION)
         dC = dot(dP_low, B_low, dC_in if FORM == "leaf" else zeros, PRECISION)
         dB = dot(dP_mirror_low, C_low, zeros, PRECISION)
         y = C_low.to(tl.float32) * dC - B_low.to(tl.float32) * dB
-        db, dc = to_end * dB_out + inverse * dB, factor * dC
+        db += inverse * dB
         if FORM == "leaf":
+            dc = factor * dC
             dlog = differences_towards((i <= j) & same, y, dlog, 2, SPLIT)
         else:
-            dc += from_start * dC_in
-            dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
+            dc += factor * dC
             beyond = tl.exp2(tl.minimum(a[None, :] * g[:, None] + HELD, 0.0))
             dlog += beyond * differences_towards((i <= j) & same, y, zeros, 3, SPLIT)
     dg += tl.sum(dlog * a[None, :], 1)
@@ -195,17 +198,24 @@ def halved(x):
 
 @triton.jit
 def chunk_gradients(
-    v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
-    doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
+    v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, state_ptr, do_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr,
+    dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, t, s, d, first, x, tokens, T, H, v_stride, b_stride, c_stride,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     FORM: tl.constexpr, HAS_DOCS: tl.constexpr, MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the chunk at token x; returns dstate at its start and the sums with its part added.
 
-    HAS_DOCS: a document may start in the chunk. The parts of the state rows are 0 and 1; without a second one its
-    arguments are the first's and go unused.
+    HAS_DOCS: a document may start in the chunk. The parts of the state rows are 0 and 1; what only the second one needs
+    is loaded after the first: loaded with the rest, it would hold registers all the time.
     """
     i, j = t[:, None], t[None, :]
+    at = s[:, None] * BD + d[None, :]  # states are kept as tiles [S,D]
+    v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
+    do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
+    g = load_gates(g_ptr + x * H, t, H, tokens - x, MASK)
+    b = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S if S < PART else PART, PART, MASK)
+    c = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S if S < PART else PART, PART, MASK)
+    state = tl.load(state_ptr + at)
     high, low = split_gates(g, PART, SPLIT)
     total = tl.sum(g, 0)
     same = i >= 0
@@ -224,20 +234,23 @@ def chunk_gradients(
         dP = tl.where((i >= j) & same, dP, tl.where(same, dP_mirror, 0.0))
         dP_low, dP_mirror_low = dP, dP
     else:
-        dP_low = tl.where((i >= j) & same, dP, 0.0).to(b0.dtype)
-        dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b0.dtype)
+        dP_low = tl.where((i >= j) & same, dP, 0.0).to(b.dtype)
+        dP_mirror_low = tl.where((i <= j) & same, dP_mirror, 0.0).to(b.dtype)
     dv, P = tl.zeros([BT, BD], tl.float32), zeros
     dg = tl.zeros([BT], tl.float32)
     db, dc, dstate0, dv, P, dg, dlog = part_gradients(
-        b0, c0, v, do, state0, dstate0, a0, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
+        b, c, v, do, state, dstate0, a0, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
         dP_mirror_low, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
     )  # fmt: skip
     dA0 += halved(g[:, None] * dlog)
     store_tile(db_ptr + x * H * S, db, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     store_tile(dc_ptr + x * H * S, dc, t, s, H * S, tokens - x, S if S < PART else PART, PART, MASK)
     if BS > PART:
+        b = load_tile(b_ptr + x * b_stride, t, s + PART, b_stride, tokens - x, S, BS, MASK)
+        c = load_tile(c_ptr + x * c_stride, t, s + PART, c_stride, tokens - x, S, BS, MASK)
+        state = tl.load(state_ptr + PART * BD + at)
         db, dc, dstate1, dv, P, dg, dlog = part_gradients(
-            b1, c1, v, do, state1, dstate1, a1, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
+            b, c, v, do, state, dstate1, a1, t, g, high, low, total, same, see, reach, keep, dP, dP_low,
             dP_mirror_low, dv, P, dg, FORM, HAS_DOCS, SPLIT, PRECISION,
         )  # fmt: skip
         dA1 += halved(g[:, None] * dlog)
@@ -267,30 +280,15 @@ def block_gradients(
 ):  # fmt: skip
     """``chunk_gradients`` of the four chunks at token x0, from their end. HAS_DOCS: a document may start there."""
     t, s, d = tl.arange(0, BT), tl.arange(0, PART), tl.arange(0, BD)
-    si, dj = s[:, None], d[None, :]  # states are kept as tiles [S,D]
     rebuild_states(
         v_ptr, b_ptr, g_ptr, doc_ptr, saved_ptr + (x0 // 64) * (BD * BS), scratch_ptr, a0, a1, t, s, d, x0, first,
         tokens, T, H, v_stride, b_stride, D, S, BD, BS, BT, HAS_DOCS, MASK, SPLIT, PRECISION,
     )  # fmt: skip
     for k in range(4):
-        x = x0 + (3 - k) * BT
-        v = load_tile(v_ptr + x * v_stride, t, d, v_stride, tokens - x, D, BD, MASK)
-        do = load_tile(do_ptr + x * H * D, t, d, H * D, tokens - x, D, BD, MASK)
-        g = load_gates(g_ptr + x * H, t, H, tokens - x, MASK)
-        b0 = load_tile(b_ptr + x * b_stride, t, s, b_stride, tokens - x, S if S < PART else PART, PART, MASK)
-        c0 = load_tile(c_ptr + x * c_stride, t, s, c_stride, tokens - x, S if S < PART else PART, PART, MASK)
-        state_ptr = scratch_ptr + (3 - k) * (BD * BS)
-        state0 = tl.load(state_ptr + si * BD + dj)
-        if BS > PART:
-            b1 = load_tile(b_ptr + x * b_stride, t, s + PART, b_stride, tokens - x, S, BS, MASK)
-            c1 = load_tile(c_ptr + x * c_stride, t, s + PART, c_stride, tokens - x, S, BS, MASK)
-            state1 = tl.load(state_ptr + PART * BD + si * BD + dj)
-        else:
-            b1, c1, state1 = b0, c0, state0
         dstate0, dstate1, dA0, dA1, dD = chunk_gradients(
-            v, do, g, b0, c0, state0, b1, c1, state1, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip,
-            doc_ptr, dv_ptr, db_ptr, dc_ptr, dg_ptr, t, s, d, first, x, tokens, T, H,
-            D, S, BD, BS, BT, FORM, HAS_DOCS, MASK, SPLIT, PRECISION,
+            v_ptr, b_ptr, c_ptr, g_ptr, doc_ptr, scratch_ptr + (3 - k) * (BD * BS), do_ptr, dv_ptr, db_ptr, dc_ptr,
+            dg_ptr, dstate0, dstate1, dA0, dA1, dD, a0, a1, skip, t, s, d, first, x0 + (3 - k) * BT, tokens, T, H,
+            v_stride, b_stride, c_stride, D, S, BD, BS, BT, FORM, HAS_DOCS, MASK, SPLIT, PRECISION,
         )  # fmt: skip
     tl.debug_barrier()  # the scratch is written anew
     return dstate0, dstate1, dA0, dA1, dD
