@@ -5,7 +5,8 @@
 Norm, projections, convolution, recurrence, output norm and gate, projection, residual, at the configuration's sizes, in
 bfloat16 with the parameters in float32 that training keeps so; with and without torch.compile, whole rows and packed
 documents. The peer (where it is installed; it has no decay bound and its gate is a low-rank projection a channel) gets
-the same width and heads. Median milliseconds; the first call, which compiles, apart.
+the same width and heads. Median milliseconds with a cold cache, on CUDA of recorded CUDA graphs, that is without the
+host's launches, and of forward and backward as called; the first call, which compiles, apart.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from hymo.bench.recurrence import measure
+from hymo.bench.recurrence import measure, recorded
 from hymo.config import HyMoConfig, ModelConfig
 from hymo.config_io import load_config
 from hymo.models.model import build_hymo
@@ -52,7 +53,7 @@ def peer_layer(config: ModelConfig, device: str) -> nn.Module | None:
 
 
 def time_both(name: str, run: Callable[[Tensor], Tensor], x: Tensor, weights: list[Tensor], device: str) -> None:
-    """Print the first call and the medians of the forward pass, and of forward and backward."""
+    """Print the first call and the medians of the forward pass, of forward and backward, and of these as called."""
     dy = torch.randn_like(x)
 
     def both() -> object:
@@ -63,9 +64,11 @@ def time_both(name: str, run: Callable[[Tensor], Tensor], x: Tensor, weights: li
     if device == "cuda":
         torch.cuda.synchronize()
     first = time.perf_counter() - began
+    record = recorded if device == "cuda" else lambda function: function
     with torch.no_grad():
-        forward = measure(lambda: run(x), device)
-    print(f"{name:44s} {first:9.1f} {forward:9.3f} {measure(both, device):9.3f}", flush=True)
+        forward = measure(record(lambda: run(x)), device)
+    times = forward, measure(record(both), device), measure(both, device)
+    print(f"{name:44s} {first:9.1f} " + " ".join(f"{ms:9.3f}" for ms in times), flush=True)
 
 
 def main() -> None:
@@ -80,7 +83,8 @@ def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(args.batch, args.tokens, config.dim, device=args.device, dtype=torch.bfloat16).requires_grad_()
     documents = (torch.rand(args.batch, args.tokens, device=args.device) < 5e-4).cumsum(1).int()
-    print(f"B{args.batch} T{args.tokens} on {args.device}\n{'':44s} {'first s':>9s} {'fwd ms':>9s} {'f+b ms':>9s}")
+    print(f"B{args.batch} T{args.tokens} on {args.device}")
+    print(f"{'':44s}" + "".join(f" {title:>9s}" for title in ("first s", "fwd ms", "f+b ms", "called")))
     for compiled in (False, True):
         block = our_block(whole, args.device, compiled)
         weights = list(block.parameters())

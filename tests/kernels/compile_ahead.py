@@ -26,8 +26,8 @@ COMMON = {"D": 32, "S": 32, "BD": 32, "BS": 32, "BT": 16, "MASK": False, "SPLIT"
 COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
 FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
 BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
-# kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents) with Triton 3.6, with which
-# the kernels are measured; another version's assembler may spill some more
+# kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents) with Triton 3.6, which
+# the kernels are measured with; another version's assembler may spill some more
 FORMS = {"leaf": ((0, 32), (32, 32)), "held": ((0, 96), (32, 160)), "dyadic": ((64, 352), (384, 704))}
 MORE = 0 if triton.__version__.startswith("3.6.") else 192
 CASES: dict = {"segment": (triton_forward.segment_kernel, {"REVERSE": False}, (0, 0))}

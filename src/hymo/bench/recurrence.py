@@ -1,9 +1,11 @@
 """``hymo bench recurrence``: providers of the recurrence side by side, with the error against float64 beside each time.
 
 Each provider is checked before it is timed, on a shorter sequence of the same distribution, against the loop in
-float64 (RMS error over RMS). Times are medians; "first" is the first call, compilation and tuning included; "extra" is
-the memory that a forward and backward pass takes beyond the inputs. "limit" is the share of the time that moving the
-least possible bytes takes at the machine's copy speed: each input read once and each output written once.
+float64 (RMS error over RMS). Times are medians with a cold cache, on CUDA of a recorded CUDA graph: what the GPU takes.
+"called" is forward and backward as called from Python, where the host's launches may take longer than the GPU does.
+"first" is the first call, compilation and tuning included; "extra" is the memory that a forward and backward pass takes
+beyond the inputs. "limit" is the share of the time that moving the least possible bytes takes at the machine's copy
+speed: each input read once and each output written once.
 
 ``--tune`` times other launches of the Triton kernels beside the shipped ones; each is checked first.
 """
@@ -78,6 +80,7 @@ class Row:
     first_s: float = float("nan")
     forward_ms: float = float("nan")
     both_ms: float = float("nan")
+    called_ms: float = float("nan")
     extra_mib: float = float("nan")
     failure: str = ""
 
@@ -106,6 +109,23 @@ def providers(case: Case) -> dict[str, Op]:
 def _attention(v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (c, b, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def recorded(function: Callable[[], object]) -> Callable[[], object]:
+    """``function`` as a CUDA graph that repeats what it launches; itself, with a line that says so, if it cannot be."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is compiled, tuned or allocated once must be so before
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError as reason:
+        print(f"timed as called, no CUDA graph: {str(reason).splitlines()[0][:90]}", flush=True)
+        return function
+    return graph.replay
 
 
 def measure(function: Callable[[], object], device: str, seconds: float = 1.0) -> float:
@@ -145,25 +165,28 @@ def check(function: Op, case: Case) -> tuple[float, float, float]:
     return errors[0], max(errors[1:]), seconds[0]
 
 
-def time_op(function: Op, case: Case) -> tuple[float, float, float]:
-    """Milliseconds of a forward pass, and of a forward and a backward pass; MiB of the latter beyond the inputs."""
+def time_op(function: Op, case: Case) -> tuple[float, float, float, float]:
+    """Milliseconds of a forward pass, of forward and backward, of the latter as called; MiB of it beyond the inputs."""
     leaves = [x.requires_grad_() for x in case.inputs()]
     do = torch.randn_like(leaves[0])
 
     def both() -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(function(*leaves), leaves, do, allow_unused=True)
 
-    with torch.no_grad():
-        forward_ms = measure(lambda: function(*leaves), case.device)
-    both_ms = measure(both, case.device)
     if case.device != "cuda":
-        return forward_ms, both_ms, float("nan")
+        with torch.no_grad():
+            forward_ms = measure(lambda: function(*leaves), case.device)
+        return forward_ms, measure(both, case.device), float("nan"), float("nan")
+    with torch.no_grad():
+        forward_ms = measure(recorded(lambda: function(*leaves)), case.device)
+    both_ms = measure(recorded(both), case.device)
+    called_ms = measure(both, case.device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     both()
     torch.cuda.synchronize()
-    return forward_ms, both_ms, (torch.cuda.max_memory_allocated() - before) / 2**20
+    return forward_ms, both_ms, called_ms, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def run_one(name: str, function: Op, case: Case) -> Row:
@@ -222,7 +245,8 @@ def table(case: Case, rows: Sequence[Row], bandwidth: float) -> str:
     form = "any decay" if case.max_log_decay is None else f"log-decay <= {case.max_log_decay:g} a step"
     head = f"B{case.B} T{case.T} H{case.H} D{case.D} S{case.S} {str(case.dtype)[6:]} on {case.device}, {form}"
     titles = f"{'provider':18}{'o err':>9}{'grad err':>9}{'first s':>9}"
-    titles += "".join(f"{name:>10}{'GB/s':>7}{'limit':>7}" for name in ("fwd ms", "f+b ms")) + f"{'extra MiB':>11}"
+    titles += "".join(f"{name:>10}{'GB/s':>7}{'limit':>7}" for name in ("fwd ms", "f+b ms"))
+    titles += f"{'called':>10}{'extra MiB':>11}" if case.device == "cuda" else ""
     lines = [f"{head}; copy {bandwidth / 1e9:.0f} GB/s", titles]
     for row in rows:
         if row.failure:
@@ -231,7 +255,7 @@ def table(case: Case, rows: Sequence[Row], bandwidth: float) -> str:
         line = f"{row.provider:18}{row.error:9.1e}{row.gradient_error:9.1e}{row.first_s:9.1f}"
         for ms, n in ((row.forward_ms, case.bytes_forward()), (row.both_ms, case.bytes_both())):
             line += f"{ms:10.3f}{n / ms / 1e6:7.0f}{n / bandwidth / ms * 1e3:7.0%}"
-        lines.append(line + f"{row.extra_mib:11.0f}")
+        lines.append(line + (f"{row.called_ms:10.3f}{row.extra_mib:11.0f}" if case.device == "cuda" else ""))
     return "\n".join(lines)
 
 
