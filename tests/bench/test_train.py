@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval, Kernel
 
 from hymo.bench.train import PREFIX, measure, time_by_part
 from hymo.config_io import load_config
@@ -30,6 +32,30 @@ def test_a_backward_operator_belongs_to_the_part_that_made_its_node(hooked):
     times = time_by_part(forward_and_backward(hooked), "cpu")
     ms = {part: round(seconds * 1e3, 6) for part, seconds in times.items()}
     assert ms == {"GDN": 3, "gather and reduce": 8, "other": 4}
+
+
+def on_gpu(name, start, end, stream=7, annotation=False):
+    """A kernel as the profiler reports it, in microseconds."""
+    return SimpleNamespace(
+        name=name, cpu_parent=None, sequence_nr=-1, kernels=[], device_type=DeviceType.CUDA, device_index=0,
+        device_resource_id=stream, time_range=Interval(start, end), is_user_annotation=annotation,
+    )  # fmt: skip
+
+
+def test_kernels_that_overlap_on_a_stream_count_once():
+    part, gather = event(f"{PREFIX}GDN"), event("FSDP::pre_forward")
+    first, second, third = event("aten::mm", part), event("aten::mm", part), event("aten::copy_", gather)
+    operators = [part, gather, first, second, third]
+    for x in operators:
+        x.device_type, x.is_user_annotation = DeviceType.CPU, x in (part, gather)
+    first.kernels = [Kernel("gemm", 0, 100.0)]
+    second.kernels = [Kernel("gemm", 0, 90.0), Kernel("add", 0, 10.0)]
+    third.kernels = [Kernel("copy", 0, 50.0)]
+    gather.kernels = [Kernel("FSDP::pre_forward", 0, 500.0)]  # the range itself, drawn on the GPU
+    kernels = [on_gpu("gemm", 1000, 1100), on_gpu("gemm", 1060, 1150), on_gpu("add", 1140, 1150)]
+    kernels += [on_gpu("copy", 1050, 1100, stream=9), on_gpu("FSDP::pre_forward", 900, 1400, annotation=True)]
+    times = time_by_part(operators + kernels, "cuda")
+    assert {part: round(seconds * 1e6, 3) for part, seconds in times.items()} == {"GDN": 150, "gather and reduce": 50}
 
 
 def test_real_steps_leave_little_without_a_part():

@@ -2,14 +2,15 @@
 
 The steps are the trainer's own, on real tokens with document masks. The table by part comes from the profiler: a
 kernel belongs to the part whose forward launched it, and a backward kernel to the part of the forward operator that its
-autograd node was made by (they share a sequence number).
+autograd node was made by (they share a sequence number). Where a kernel begins before the one before it on the stream
+ends, the time of both is the first one's.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -157,20 +159,43 @@ def time_by_part(events: list[FunctionEvent], device_type: str) -> dict[str, flo
         if part is not None and event.sequence_nr >= 0 and not _is_backward(event):
             part_of_sequence.setdefault(event.sequence_nr, part)
     seconds: dict[str, float] = defaultdict(float)
+    alone = _without_overlap(events) if device_type == "cuda" else {}
     for event in events:
-        spent = _own_time(event, device_type)
+        spent = _own_time(event, device_type, alone)
         if spent:
             seconds[_part_of(event, part_of_sequence)] += spent
     return dict(seconds)
 
 
-def _own_time(event: FunctionEvent, device_type: str) -> float:
+def _own_time(event: FunctionEvent, device_type: str, alone: dict[tuple[str, float], deque[float]]) -> float:
     """Seconds that this operator itself spent: its kernels on a GPU, without those of its children; else on the CPU."""
     if event.name.startswith((PREFIX, "ProfilerStep")):
         return 0.0
-    if device_type == "cuda":
-        return sum(kernel.duration for kernel in event.kernels) * 1e-6
-    return event.self_cpu_time_total * 1e-6
+    if device_type != "cuda":
+        return event.self_cpu_time_total * 1e-6
+    spent = 0.0
+    for kernel in event.kernels:
+        if kernel.name != event.name:  # else the range on the GPU that a range on the host draws
+            times = alone.get((kernel.name, kernel.duration))
+            spent += times.popleft() if times else kernel.duration
+    return spent * 1e-6
+
+
+def _without_overlap(events: list[FunctionEvent]) -> dict[tuple[str, float], deque[float]]:
+    """(name, duration) of kernels -> for each of them in order the microseconds that no kernel before it had.
+
+    Kernels of one stream may begin before the one before ends (cuBLAS launches some so on Hopper); their durations add
+    up to more than the step.
+    """
+    found: dict[tuple[str, float], deque[float]] = defaultdict(deque)
+    ends: dict[tuple[int, int], float] = defaultdict(float)
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    for kernel in sorted(kernels, key=lambda event: event.time_range.start):
+        start, end = kernel.time_range.start, kernel.time_range.end
+        stream = kernel.device_index, kernel.device_resource_id
+        found[kernel.name, end - start].append(max(0.0, end - max(start, ends[stream])))
+        ends[stream] = max(ends[stream], end)
+    return found
 
 
 def _is_backward(event: FunctionEvent) -> bool:
