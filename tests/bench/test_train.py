@@ -53,9 +53,14 @@ def test_kernels_that_overlap_on_a_stream_count_once():
     third.kernels = [Kernel("copy", 0, 50.0)]
     gather.kernels = [Kernel("FSDP::pre_forward", 0, 500.0)]  # the range itself, drawn on the GPU
     kernels = [on_gpu("gemm", 1000, 1100), on_gpu("gemm", 1060, 1150), on_gpu("add", 1140, 1150)]
+    kernels += [on_gpu("newton_schulz", 2000, 2030)]  # launched by no operator
     kernels += [on_gpu("copy", 1050, 1100, stream=9), on_gpu("FSDP::pre_forward", 900, 1400, annotation=True)]
     times = time_by_part(operators + kernels, "cuda")
-    assert {part: round(seconds * 1e6, 3) for part, seconds in times.items()} == {"GDN": 150, "gather and reduce": 50}
+    assert {part: round(seconds * 1e6, 3) for part, seconds in times.items()} == {
+        "GDN": 150,
+        "gather and reduce": 50,
+        "launched by no operator": 30,
+    }
 
 
 def test_real_steps_leave_little_without_a_part():
