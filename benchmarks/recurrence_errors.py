@@ -66,9 +66,7 @@ def main() -> None:
                 if name not in args.providers.split(",") or (bound is not None and name.startswith("fla")):
                     continue  # the peer knows no bound
                 found = results(op, inputs, do)
-                cells = [
-                    errors(x, y, 0 if n == "dA_log" else 2) for n, x, y in zip(NAMES, found, exact, strict=True)
-                ]
+                cells = [errors(x, y, 0 if n == "dA_log" else 2) for n, x, y in zip(NAMES, found, exact, strict=True)]
                 text = "".join(f"{' / '.join(f'{1e3 * e:.1f}' for e in cell):>18}" for cell in cells)
                 print(f"{name + (', bounded' if bound else ''):24}{rate:7g}{text}", flush=True)
 

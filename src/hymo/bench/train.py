@@ -153,7 +153,7 @@ def parts_of(model: HyMo) -> Iterator[tuple[str, nn.Module]]:
 
 
 def time_by_part(events: list[FunctionEvent], device_type: str) -> dict[str, float]:
-    """Seconds by part; what no part launched is ``other``. Kernels that no operator launched have a row of their own."""
+    """Seconds by part; what no part launched is ``other``; kernels that no operator launched have their own row."""
     part_of_sequence: dict[int, str] = {}
     for event in events:
         part = _enclosing_part(event)
