@@ -25,7 +25,7 @@ from hymo.kernels.triton_common import LAUNCHES
 COMMON = {"D": 32, "S": 32, "BD": 32, "BS": 32, "BT": 16, "MASK": False, "SPLIT": True, "PRECISION": "tf32"}
 COMMON |= {"H": 40, "v_stride": 1280, "b_stride": 1280}
 FORWARD = {"c_stride": 1280, "HAS_D": True, "HAS_H0": False, "SAVE": True}
-BACKWARD = {"c_stride": 1280, "HAS_D": True, "HAS_DHT": False, "HAS_H0": False}
+BACKWARD = {"c_stride": 1280, "HAS_DHT": False, "HAS_H0": False}
 # kernel, compile-time arguments, bytes that a thread may spill (whole rows, packed documents) with Triton 3.6, which
 # the kernels are measured with; another version's assembler may spill some more
 FORMS = {"leaf": ((0, 32), (32, 32)), "held": ((0, 96), (32, 160)), "dyadic": ((64, 352), (384, 704))}

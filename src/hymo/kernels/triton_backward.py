@@ -301,7 +301,7 @@ def backward_kernel(
     T, n_segments, segment,
     H: tl.constexpr, v_stride: tl.constexpr, b_stride: tl.constexpr, c_stride: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    FORM: tl.constexpr, HAS_D: tl.constexpr, HAS_DHT: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr,
+    FORM: tl.constexpr, HAS_DHT: tl.constexpr, HAS_H0: tl.constexpr, HAS_DOCS: tl.constexpr,
     MASK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv, db, dc, dg (contiguous), the segments' sums dA and dD, and dh0 [B*H,S,D]."""
@@ -311,7 +311,7 @@ def backward_kernel(
     s, d = tl.arange(0, PART), tl.arange(0, BD)
     a0 = load_rates(A_log_ptr, h, s, S)
     a1 = load_rates(A_log_ptr, h, s + PART, S)
-    skip = tl.load(D_ptr + h) if HAS_D else 0.0
+    skip = tl.load(D_ptr + h)
     v_ptr += row * v_stride + h * D
     do_ptr += (row * H + h) * D
     dv_ptr += (row * H + h) * D

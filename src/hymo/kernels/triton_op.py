@@ -161,8 +161,9 @@ def run_backward(
     scratch = saved.new_empty(B * H * n, BLOCK // CHUNK, *saved.shape[1:])
     dA_parts, dD_parts = g.new_empty(B, H, n, S), g.new_empty(B, H, n)
     constants = _constants(v.dtype, v.shape[-1], S, T % BLOCK != 0, doc_ids is not None)
-    flags = {"FORM": form, "HAS_D": D is not None, "HAS_DHT": dhT is not None, "HAS_H0": has_h0, **_strides(v, b, c)}
-    args = (v, b, c, g, A_log, _or(D, g), _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept)
+    flags = {"FORM": form, "HAS_DHT": dhT is not None, "HAS_H0": has_h0, **_strides(v, b, c)}
+    D = g.new_zeros(H) if D is None else D.contiguous()  # compiled without D it spills 112 bytes, not 24
+    args = (v, b, c, g, A_log, D, _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept)
     results = (dv, db, dc, dg, dA_parts, dD_parts, dh0 if has_h0 else g)
     sizes = (T, n, segment)
     launch(backward_kernel, (B * H, n), (*args, *results, *sizes), constants | flags, how.options)
