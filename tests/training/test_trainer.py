@@ -559,7 +559,7 @@ def test_a_run_can_be_used_from_another_folder_with_its_own_tokenizer(small_flag
     ("words", "message"),
     [
         (["--run-dir", "s3://bucket/run"], "found s3://bucket/run; accepted: a folder of this machine"),
-        (["--run-dir", "/proc/no/run"], "/proc/no/run cannot be made"),
+        (["--run-dir", "/proc/no/run", "--data.source=/no/such/folder"], "/proc/no/run cannot be made"),
         (["--profile", "50:60"], "--profile: found 50:60; accepted: updates up to 6"),
         (["--config", "tiny"], "--config: found tiny beside tiny"),
         (["--model.gdn_erase=beta"], "model.gdn_erase: found beta; accepted: none"),

@@ -277,7 +277,7 @@ def inspected(path: str | os.PathLike, *, hashes: bool = True) -> tuple[str, lis
             lines.append("config")
             lines += [f"  {name}: {json.dumps(section)}" for name, section in value.items()]
         else:
-            text = json.dumps(value)
+            text, key = json.dumps(value), "total loss" if key == "losses" else key  # with MTP and z-loss terms
             lines.append(f"{key:<11} {text if len(text) <= 100 else text[:97] + '...'}")
     return "\n".join(lines), found
 

@@ -123,6 +123,7 @@ def start_and_train(
     folder = Path(reduce.broadcast_object(str(folder or (reserve_run_dir(name) if reduce.is_main() else ""))))
     if not fresh:
         (refuse_foreign if resume else refuse_existing)(folder)
+        make_run_dir(folder)  # before the text is read: that it cannot be made is said at once
     with Watchdog(folder, patience_s=config.training.patience_s) as watchdog:
         try:
             trainer = Trainer(config, run_dir=folder, profile=profile)
@@ -130,7 +131,6 @@ def start_and_train(
             forget_if_empty(folder)
             raise
         watchdog.tick()
-        make_run_dir(folder)
         with only_job(folder):
             print_header(trainer, config, folder)
             store.prove_shared(folder)
