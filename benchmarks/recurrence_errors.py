@@ -4,7 +4,7 @@
 
 Every head forgets at one rate, gates are sigmoid(N(0,1)). Of o and of each gradient: RMS error over RMS, of all numbers
 and of the worst head (over its rows and tokens), and the largest error over the largest value. The reference is the
-chunked form in float64. Where the reference of a head is below 1e-6 the head is left out: all is forgotten there.
+chunked form in float64. A head whose reference has a norm below 1e-6 is left out: all is forgotten there.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from hymo.bench.recurrence import LEAF_BOUND, Case, providers
+from hymo.bench.recurrence import LEAF_BOUND, Case, check_providers, providers, sizes
 from hymo.kernels.recurrence import gated_recurrence
 
 NAMES = ("o", "dv", "db", "dc", "dg", "dA_log")
@@ -26,35 +26,38 @@ def results(op, inputs: list[Tensor], do: Tensor) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))]
 
 
-def errors(x: Tensor, reference: Tensor, head_axis: int) -> tuple[float, float, float]:
-    """Of all numbers, of the worst head, of the largest."""
+def errors(x: Tensor, reference: Tensor, head_axis: int) -> tuple[float, float, float] | None:
+    """Of all numbers, of the worst head, of the largest; infinite if x is not finite, None if nothing is left."""
     x, reference = (y.double().movedim(head_axis, 0).flatten(1) for y in (x, reference))
+    if not x.isfinite().all():
+        return (float("inf"),) * 3
+    kept = reference.norm(dim=1) > 1e-6
+    if not kept.any():
+        return None
+    x, reference = x[kept], reference[kept]
     off, size = (x - reference).norm(dim=1), reference.norm(dim=1)
-    heads = (off / size)[size > 1e-6]
-    if not heads.numel():
-        return (float("nan"),) * 3
-    return (
-        float(off.norm() / size.norm()),
-        float(heads.max()) if x.isfinite().all() else float("nan"),
-        float((x - reference).abs().max() / reference.abs().max()),
-    )
+    largest = (x - reference).abs().max() / reference.abs().max()
+    return float(off.norm() / size.norm()), float((off / size).max()), float(largest)
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
-    p.add_argument("--shape", default="4,4096,40,32,32" if cuda else "1,512,4,32,32", metavar="B,T,H,D,S")
+    default = "4,4096,40,32,32" if cuda else "1,512,4,32,32"
+    p.add_argument("--shape", type=sizes, default=sizes(default), metavar="B,T,H,D,S")
     p.add_argument("--rates", type=float, nargs="+", default=RATES)
     p.add_argument("--providers", default="triton,fla-chunk_gla" if cuda else "chunked")
     args = p.parse_args()
-    B, T, H, D, S = (int(n) for n in args.shape.split(","))
-    print(f"B{B} T{T} H{H} D{D} S{S} bfloat16: error of all / of the worst head / of the largest value, 1e-3")
-    print(f"{'provider':24}{'rate':>7}" + "".join(f"{name:>18}" for name in NAMES))
+    names = args.providers.split(",")
+    print(f"{Case(*args.shape, torch.bfloat16, 'cuda' if cuda else 'cpu')}")
+    print("error of all / of the worst head / of the largest value, 1e-3")
+    print(f"{'provider':24}{'rate':>7}" + "".join(f"{name:>20}" for name in NAMES))
     for rate in args.rates:
         for bound in (None, LEAF_BOUND):
             if bound is not None and rate > bound:
                 continue
-            case = Case(B, T, H, D, S, torch.bfloat16, "cuda" if cuda else "cpu", bound)
+            case = Case(*args.shape, torch.bfloat16, "cuda" if cuda else "cpu", bound)
+            check_providers(names, case)
             inputs = case.inputs()
             inputs[-1] = torch.full_like(inputs[-1], rate).log()
             do = torch.randn(inputs[0].shape, device=case.device, generator=torch.Generator(case.device).manual_seed(1))
@@ -63,12 +66,13 @@ def main() -> None:
                 lambda *xs: gated_recurrence(*xs, backend="torch"), [x.double() for x in inputs], do.double()
             )
             for name, op in providers(case).items():
-                if name not in args.providers.split(",") or (bound is not None and name.startswith("fla")):
+                if name not in names or (bound is not None and name.startswith("fla")):
                     continue  # the peer knows no bound
                 found = results(op, inputs, do)
                 cells = [errors(x, y, 0 if n == "dA_log" else 2) for n, x, y in zip(NAMES, found, exact, strict=True)]
-                text = "".join(f"{' / '.join(f'{1e3 * e:.1f}' for e in cell):>18}" for cell in cells)
-                print(f"{name + (', bounded' if bound else ''):24}{rate:7g}{text}", flush=True)
+                texts = ["nothing left" if e is None else " / ".join(f"{1e3 * x:.1f}" for x in e) for e in cells]
+                label = name + (", bounded" if bound else "")
+                print(f"{label:24}{rate:7g}" + "".join(f"{text:>20}" for text in texts), flush=True)
 
 
 if __name__ == "__main__":

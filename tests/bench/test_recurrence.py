@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hymo.bench import recurrence as bench
+from hymo.errors import HyMoError
 
 CASE = bench.Case(1, 32, 2, 4, 4, torch.float32, "cpu")
 
@@ -55,3 +56,12 @@ def test_tuning_tries_launches_and_puts_the_shipped_ones_back(monkeypatch):
     assert len(bench.tune(CASE)) == 28
     assert shipped == triton_op.LAUNCHES
     assert sum(launches != shipped for launches in seen) >= 24
+
+
+def test_providers_and_shapes_that_are_not_there_are_named(capsys):
+    with pytest.raises(HyMoError, match="--providers: found nonsense; accepted here: loop, chunked"):
+        bench.main(["--shape", "1,16,1,4,4", "--device", "cpu", "--providers", "chunked,nonsense"])
+    for shape in ("1,16", "1,16,1,4,0", "a,b,c,d,e"):
+        with pytest.raises(SystemExit):
+            bench.main(["--shape", shape])
+        assert "five positive numbers B,T,H,D,S" in capsys.readouterr().err

@@ -45,19 +45,22 @@ def on_gpu(name, start, end, stream=7, annotation=False):
 def test_kernels_that_overlap_on_a_stream_count_once():
     part, gather = event(f"{PREFIX}GDN"), event("FSDP::pre_forward")
     first, second, third = event("aten::mm", part), event("aten::mm", part), event("aten::copy_", gather)
-    operators = [part, gather, first, second, third]
+    compiled = event("triton_poi_0", part)  # Inductor calls its range as the kernel
+    operators = [part, gather, first, second, third, compiled]
     for x in operators:
         x.device_type, x.is_user_annotation = DeviceType.CPU, x in (part, gather)
     first.kernels = [Kernel("gemm", 0, 100.0)]
     second.kernels = [Kernel("gemm", 0, 90.0), Kernel("add", 0, 10.0)]
+    compiled.kernels = [Kernel("triton_poi_0", 0, 7.0)]
     third.kernels = [Kernel("copy", 0, 50.0)]
     gather.kernels = [Kernel("FSDP::pre_forward", 0, 500.0)]  # the range itself, drawn on the GPU
     kernels = [on_gpu("gemm", 1000, 1100), on_gpu("gemm", 1060, 1150), on_gpu("add", 1140, 1150)]
+    kernels += [on_gpu("triton_poi_0", 1200, 1207)]
     kernels += [on_gpu("newton_schulz", 2000, 2030)]  # launched by no operator
     kernels += [on_gpu("copy", 1050, 1100, stream=9), on_gpu("FSDP::pre_forward", 900, 1400, annotation=True)]
     times = time_by_part(operators + kernels, "cuda")
     assert {part: round(seconds * 1e6, 3) for part, seconds in times.items()} == {
-        "GDN": 150,
+        "GDN": 157,
         "gather and reduce": 50,
         "launched by no operator": 30,
     }

@@ -72,7 +72,7 @@ def strided_slices():
 
 
 def compiled_as_one_graph():
-    """fullgraph compilation, operator checks, and recomputation under activation checkpointing."""
+    """fullgraph compilation, also of a second head size, operator checks, recomputation under checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
     inputs = make_inputs(1, 18, 1, 4, 4, dtype=torch.float32)
@@ -84,7 +84,10 @@ def compiled_as_one_graph():
         return checkpoint(op, *args, **keywords, use_reentrant=False)
 
     eager = outputs_and_gradients(op, inputs)
-    compiled = outputs_and_gradients(torch.compile(op, fullgraph=True, backend="aot_eager"), inputs)
+    graph = torch.compile(op, fullgraph=True, backend="aot_eager")
+    compiled = outputs_and_gradients(graph, inputs)
+    other = make_inputs(1, 17, 1, 6, 5, dtype=torch.float32)  # sizes are symbols from here on
+    eager_other, compiled_other = outputs_and_gradients(op, other), outputs_and_gradients(graph, other)
     again = outputs_and_gradients(recomputed, inputs)
     sequence = [inputs[name].requires_grad_() for name in ("v", "b", "c", "g", "A_log")]
     checks = torch.library.opcheck(
@@ -92,6 +95,7 @@ def compiled_as_one_graph():
     )
     return {
         "compiled": all(torch.equal(x, eager[name]) for name, x in compiled.items()),
+        "other sizes": all(torch.equal(x, eager_other[name]) for name, x in compiled_other.items()),
         "checkpointed": all(torch.equal(x, eager[name]) for name, x in again.items()),
         "opcheck": all(result == "SUCCESS" for result in checks.values()),
     }

@@ -264,3 +264,13 @@ def test_a_step_without_experts_moves_every_parameter():
     assert result.is_update
     assert "router_entropy" not in result.metrics
     assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+
+
+@pytest.mark.parametrize("weights", [(), (0.3,), (0.3, 0.1)], ids=str)
+def test_the_weights_of_the_loss_are_quotients_of_float32(weights):
+    """Bit for bit: a product with the reciprocal differs in the last place for one count in four."""
+    for counts in torch.randint(0, 1 << 20, (200, 1 + len(weights))):
+        weights_K, z_weight = PretrainingLoss(weights, 1e-4).term_weights(counts)
+        expected = torch.tensor([1.0, *weights]) / counts.clamp(min=1).float()
+        assert torch.equal(weights_K, expected)
+        assert torch.equal(z_weight, 1e-4 / counts[0].clamp(min=1).float())

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hymo.bench.recurrence_cases import relative_error
 from hymo.cli_tools import add_examples
+from hymo.errors import HyMoError
 from hymo.kernels.recurrence import Backend, gated_recurrence
 
 Op = Callable[..., Tensor]
@@ -263,7 +264,10 @@ def build_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this benchmark's options."""
     cuda = torch.cuda.is_available()
     default = ["4,4096,40,32,32"] if cuda else ["1,1024,8,32,32"]
-    parser.add_argument("--shape", nargs="+", default=default, metavar="B,T,H,D,S", help="one or more problems")
+    parser.add_argument(
+        "--shape", nargs="+", type=sizes, default=[sizes(text) for text in default], metavar="B,T,H,D,S",
+        help="one or more problems",
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", default="bfloat16" if cuda else "float32", choices=["float32", "bfloat16", "float16"]
     )
@@ -273,22 +277,39 @@ def build_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """B,T,H,D,S of the command line."""
+    numbers = tuple(int(n) if n.strip().isdigit() else 0 for n in text.split(","))
+    if len(numbers) != 5 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"found {text}; accepted: five positive numbers B,T,H,D,S")
+    return numbers
+
+
+def check_providers(names: Sequence[str], case: Case) -> None:
+    """Raise HyMoError for a provider that there is not."""
+    known = list(providers(case))
+    if missing := [name for name in names if name not in known]:
+        raise HyMoError(f"--providers: found {', '.join(missing)}; accepted here: {', '.join(known)}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print, for every shape, one table for any decay and one for a bounded decay."""
     names = [name for name in args.providers.split(",") if name]
     bandwidth = copy_bandwidth(args.device)
     for shape in args.shape:
-        B, T, H, D, S = (int(n) for n in shape.split(","))
         for bound in (None, LEAF_BOUND):
-            case = Case(B, T, H, D, S, getattr(torch, args.dtype), args.device, bound)
+            case = Case(*shape, getattr(torch, args.dtype), args.device, bound)
+            check_providers(names, case)
             rows = tune(case) if args.tune else run_case(case, names)
             print(table(case, rows, bandwidth), flush=True)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    description = (__doc__ or "").split("\n\n")[0]
-    parser = build_parser(argparse.ArgumentParser("hymo bench recurrence", description=description))
+    own = argparse.ArgumentParser(
+        "hymo bench recurrence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser = build_parser(own)
     add_examples(parser, "bench recurrence")
     return run(parser.parse_args(argv))
 

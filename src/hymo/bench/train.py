@@ -176,12 +176,10 @@ def _own_time(event: FunctionEvent, device_type: str, alone: dict[tuple[str, flo
         return 0.0
     if device_type != "cuda":
         return event.self_cpu_time_total * 1e-6
-    spent = 0.0
-    for kernel in event.kernels:
-        if kernel.name != event.name:  # else the range on the GPU that a range on the host draws
-            times = alone.get((kernel.name, kernel.duration))
-            spent += times.popleft() if times else kernel.duration
-    return spent * 1e-6
+    if event.is_user_annotation:  # its "kernel" is the range that it draws on the GPU
+        return 0.0
+    times = [alone.get((kernel.name, kernel.duration)) for kernel in event.kernels]
+    return sum(queue.popleft() for queue in times if queue) * 1e-6
 
 
 def _without_overlap(events: list[FunctionEvent]) -> dict[tuple[str, float], deque[float]]:

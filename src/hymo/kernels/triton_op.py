@@ -253,7 +253,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@cache
 def _tile(n: int) -> int:
     """The padded tile size: matrix instructions take at least 16."""
     return max(16, triton.next_power_of_2(n))

@@ -36,10 +36,10 @@ class PretrainingLoss:
 
     def term_weights(self, valid_K: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of the sums ``ce_sum_K`` and ``z_sum`` in the loss: the head wants them before its backward."""
-        denominators = valid_K.clamp(min=1).to(torch.float32).unbind()
-        # term by term: a tensor of the weights would be a copy from the host in every micro-batch
-        weights_K = torch.stack([w / n for w, n in zip((1.0, *self.mtp_weights), denominators, strict=True)])
-        return weights_K, self.z_loss / denominators[0]
+        denominators_K = valid_K.clamp(min=1).to(torch.float32)
+        # filled in on the device: a tensor of the numbers would be a copy from the host in every micro-batch
+        weights_K = torch.stack([denominators_K.new_full((), weight) for weight in (1.0, *self.mtp_weights)])
+        return weights_K / denominators_K, self.z_loss / denominators_K[0]
 
     def __call__(self, output: ModelOutput, valid_K: Tensor) -> tuple[Tensor, Tensor]:
         weights_K, z_weight = self.term_weights(valid_K)
