@@ -277,12 +277,13 @@ def build_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def sizes(text: str) -> tuple[int, ...]:
+def sizes(text: str) -> tuple[int, int, int, int, int]:
     """B,T,H,D,S of the command line."""
-    numbers = tuple(int(n) if n.strip().isdigit() else 0 for n in text.split(","))
+    numbers = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
     if len(numbers) != 5 or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"found {text}; accepted: five positive numbers B,T,H,D,S")
-    return numbers
+    B, T, H, D, S = numbers
+    return B, T, H, D, S
 
 
 def check_providers(names: Sequence[str], case: Case) -> None:
