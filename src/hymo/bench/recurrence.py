@@ -297,9 +297,9 @@ def run(args: argparse.Namespace) -> int:
     """Print, for every shape, one table for any decay and one for a bounded decay."""
     names = [name for name in args.providers.split(",") if name]
     bandwidth = copy_bandwidth(args.device)
-    for shape in args.shape:
+    for B, T, H, D, S in args.shape:
         for bound in (None, LEAF_BOUND):
-            case = Case(*shape, getattr(torch, args.dtype), args.device, bound)
+            case = Case(B, T, H, D, S, getattr(torch, args.dtype), args.device, bound)
             check_providers(names, case)
             rows = tune(case) if args.tune else run_case(case, names)
             print(table(case, rows, bandwidth), flush=True)
