@@ -140,6 +140,7 @@ def part_gradients(
     through = tl.exp2(a * total)
     if HAS_DOCS:
         through = tl.where(keep, through, 0.0)
+    # in the held form only rows of the document that the chunk begins with use it: all before them are in it too
     log_L = a[None, :] * gate_sums((j <= i) & same if FORM == "leaf" else j <= i, high, low, SPLIT)
     from_start = tl.exp2(log_L)
     if FORM == "leaf":
