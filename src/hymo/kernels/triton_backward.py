@@ -9,7 +9,7 @@ leaves the registers before the next one comes in.
 
 The gradient of a gate needs, for every decay factor f = exp(a e) in use, y = f df, row by row; e is a sum of gates,
 so y goes to each gate of the sum: dlog [u,s] collects them, dg_u = sum_s a_s dlog_us and da_s = sum_u g_u dlog_us.
-Nothing is subtracted, but for the pairs of a chunk in one product (``part_gradients``), whose terms cancel exactly.
+Nothing is subtracted, but for the pairs of a chunk in one product (``part_gradients``).
 
 Layouts: as in ``hymo.kernels.triton_forward``; dA [B*H,N,S] and dD [B*H,N] are sums of one segment each.
 """
@@ -32,11 +32,13 @@ from hymo.kernels.triton_common import (
     load_rates,
     load_tile,
     pair_mask,
+    remainder,
     split_gates,
     starts_document,
     store_tile,
     sums_towards,
     transposed,
+    two_parts,
 )
 from hymo.kernels.triton_forward import add_segment, load_state, store_state
 
@@ -127,10 +129,11 @@ def part_gradients(
     dP_low and its mirror image.
 
     In one product of factors C and B (leaf, held) the pair (i,j) sends y = dP_ij C_is B_js to the gates after j up to
-    i: as part of row i's sum to all up to i, and as part of column j's back from all up to j. The two cancel to
-    float32's last digits, since both products take the same rounded factors. What a row reads of the state at the
-    chunk's start is, in the leaf form, one more such pair. Through a gate that is held the pairs come with the decay at
-    which it is held; what is beyond is taken off again.
+    i: as part of row i's sum to all up to i, and as part of column j's back from all up to j. The two cancel, since
+    both products take the same factors, in two parts: to 2^-17 in the leaf form, whose y then enters the sums in two
+    parts itself; to float32's last digits in the held form, whose factors are cut to what two parts hold exactly. What
+    a row reads of the state at the chunk's start is, in the leaf form, one more such pair. Through a gate that is held
+    the pairs come with the decay at which it is held; what is beyond is taken off again.
     """
     i, j = t[:, None], t[None, :]
     BT: tl.constexpr = t.shape[0]
@@ -161,6 +164,8 @@ def part_gradients(
     db = to_end * dB_out
     dlog = sums_towards(i > j, b32 * db, dlog, SPLIT)
     dstate = dot(transposed(C_in, dtype), do, dstate * through[:, None], PRECISION)
+    if SPLIT:
+        dstate = dot(transposed(remainder(C_in, C_in.to(dtype)), dtype), do, dstate, PRECISION)
     if FORM == "dyadic":
         dlog = sums_towards(i <= j, C_in * dC_in, dlog, SPLIT)
         diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)[:, None]
@@ -174,11 +179,16 @@ def part_gradients(
             E = held_sums((j <= i) & (j > 0) & same, g, a, SPLIT)
             factor, inverse = tl.exp2(E), tl.exp2(-E)
         C, B = c32 * factor, b32 * inverse
+        if SPLIT and FORM == "held":
+            C, B = two_parts(C), two_parts(B)
         C_low, B_low = C.to(dtype), B.to(dtype)
         P = dot(B_low, transposed(C, dtype), P, PRECISION)
-        dC = dot(dP_low, B_low, dC_in if FORM == "leaf" else zeros, PRECISION)
-        dB = dot(dP_mirror_low, C_low, zeros, PRECISION)
-        y = C_low.to(tl.float32) * dC - B_low.to(tl.float32) * dB
+        dC, dB = dC_in if FORM == "leaf" else zeros, zeros
+        if SPLIT:
+            dC = dot(dP_low, remainder(B, B_low), dC, PRECISION)
+            dB = dot(dP_mirror_low, remainder(C, C_low), dB, PRECISION)
+        dC, dB = dot(dP_low, B_low, dC, PRECISION), dot(dP_mirror_low, C_low, dB, PRECISION)
+        y = C * dC - B * dB
         db += inverse * dB
         if FORM == "leaf":
             dc = factor * dC

@@ -183,6 +183,18 @@ def dot(x, y, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def remainder(x, low):
+    """What rounding the float32 tile x to ``low`` left out, in low's dtype."""
+    return (x - low.to(tl.float32)).to(low.dtype)
+
+
+@triton.jit
+def two_parts(x):
+    """The float32 tile x cut to 16 bits of significand: bfloat16 holds it exactly in a rounded value and its rest."""
+    return (x.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def is_right(t, level: tl.constexpr):
     """Whether a token is in the right half of its block of 2 ** (level + 1)."""
     return ((t >> level) & 1) == 1

@@ -25,6 +25,7 @@ from hymo.kernels.triton_common import (
     load_rates,
     load_tile,
     pair_mask,
+    remainder,
     split_gates,
     starts_document,
     store_tile,
@@ -78,7 +79,10 @@ def segment_kernel(
                 factor = tl.where(reached[:, None], factor, 0.0)
                 through = through * 0.0
                 cut = 1
-        state = dot(transposed(b.to(tl.float32) * factor, b.dtype), v, state * through[:, None], PRECISION)
+        scaled = b.to(tl.float32) * factor
+        state = dot(transposed(scaled, b.dtype), v, state * through[:, None], PRECISION)
+        if REVERSE and SPLIT:
+            state = dot(transposed(remainder(scaled, scaled.to(b.dtype)), b.dtype), v, state, PRECISION)
         kept += total
         total = tl.sum(g_next, 0)
         x = x_next

@@ -162,7 +162,7 @@ def run_backward(
     dA_parts, dD_parts = g.new_empty(B, H, n, S), g.new_empty(B, H, n)
     constants = _constants(v.dtype, v.shape[-1], S, T % BLOCK != 0, doc_ids is not None)
     flags = {"FORM": form, "HAS_DHT": dhT is not None, "HAS_H0": has_h0, **_strides(v, b, c)}
-    D = g.new_zeros(H) if D is None else D.contiguous()  # compiled without D it spills 112 bytes, not 24
+    D = g.new_zeros(H) if D is None else D.contiguous()  # compiled without it, it spills more
     args = (v, b, c, g, A_log, D, _or(doc_ids, g), saved, scratch, do, _or(dhT, g), carry, kept)
     results = (dv, db, dc, dg, dA_parts, dD_parts, dh0 if has_h0 else g)
     sizes = (T, n, segment)
