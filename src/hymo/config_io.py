@@ -21,7 +21,7 @@ from hymo.config import SECTIONS, ConfigError, HyMoConfig, SourceConfig, faults_
 # Options that the original design notes name and that never had an effect: refused with what to use instead.
 RETIRED_KEYS = {
     "mup_init": "it never had an effect: initialisation is model.gdn_init and hymo.models.init",
-    "cuda_graphs_mla": "it never had an effect: no CUDA-graph path exists for MLA blocks",
+    "cuda_graphs_mla": "it never had an effect; training.cuda_graphs replays whole micro-batches",
     "master_weights_dtype": "it never had an effect: parameters are kept in float32 and computed in "
     "training.fsdp_mixed_precision",
 }

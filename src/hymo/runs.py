@@ -31,7 +31,7 @@ CONFIG, METRICS, TOKENIZER, SAMPLES = "config.yaml", "metrics.jsonl", "tokenizer
 FREE_KEYS = {
     "training": {
         "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
-        "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn",
+        "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn", "cuda_graphs",
         "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
         "spike_guard", "loss_nan_skip", "activation_checkpointing", "patience_s", "timeout_s",
     },

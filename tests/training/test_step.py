@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 
-from hymo.config import ModelConfig, OptimizerConfig
+from hymo.config import HyMoConfig, ModelConfig, OptimizerConfig
 from hymo.data.batch import Batch
+from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
 from hymo.optim.build import build_optimizers
+from hymo.training.flags import resolve_cuda_graphs
 from hymo.training.loss import PretrainingLoss
 from hymo.training.step import accumulate_gradients, attempt_update, count_valid
 
@@ -274,3 +276,47 @@ def test_the_weights_of_the_loss_are_quotients_of_float32(weights):
         expected = torch.tensor([1.0, *weights]) / counts.clamp(min=1).float()
         assert torch.equal(weights_K, expected)
         assert torch.equal(z_weight, 1e-4 / counts[0].clamp(min=1).float())
+
+
+@pytest.mark.parametrize(
+    ("keys", "reshard", "device", "message"),
+    [
+        ({}, "step", "cpu", "found true on cpu; accepted: a CUDA device, or false"),
+        ({}, "layer", "cuda", "found true with reshard layer; accepted: training.fsdp with reshard step, or false"),
+        ({}, None, "cuda", "found true for a model that is not sharded"),
+        ({"activation_checkpointing": "block"}, "step", "cuda", "accepted: activation_checkpointing none, or false"),
+        ({"moe_mixed_precision": False}, "step", "cuda", "found true with experts in float32"),
+        ({"fsdp_mixed_precision": "float32"}, "step", "cuda", "found true with experts in float32"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_nothing_can_be_replayed(keys, reshard, device, message):
+    def config(on: bool, **keys) -> HyMoConfig:
+        return HyMoConfig(training={"fsdp_mixed_precision": "bfloat16", "cuda_graphs": on} | keys)
+
+    with pytest.raises(HyMoError, match=message):
+        resolve_cuda_graphs(config(True, **keys), reshard, torch.device(device))
+    assert not resolve_cuda_graphs(config(False, **keys), reshard, torch.device(device))
+    assert resolve_cuda_graphs(config(True), "step", torch.device("cuda"))
+
+
+def test_what_is_replayed_is_all_between_the_first_and_the_last():
+    """A recording that runs nothing until it is replayed, as a CUDA graph: the sums are those of one by one."""
+
+    class Replay:
+        recorded, replayed = 0, 0
+
+        def record(self, model, batch, compute):
+            self.recorded, self.compute = self.recorded + 1, compute
+
+        def __call__(self, batch):
+            self.replayed += 1
+            self.compute(batch)
+
+    micro = [batch(2, seed=i, keep=0.7) for i in range(5)]
+    loss, replay, sums = PretrainingLoss((0.3, 0.1), 1e-3), Replay(), []
+    for one in (None, replay):
+        model, _ = make()
+        sums.append(accumulate_gradients(model, micro, loss, count_valid(micro), replay=one))
+    assert (replay.recorded, replay.replayed) == (1, 3)
+    for name in ("total", "means_K", "counts_NE", "dropped_N", "entropy_N"):
+        assert torch.equal(getattr(sums[0], name), getattr(sums[1], name)), name

@@ -36,6 +36,13 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
 
+    def clone(self) -> "Batch":
+        return Batch(*(tensor.clone() for tensor in self._tensors()))
+
+    def copy_(self, other: "Batch") -> None:
+        for tensor, values in zip(self._tensors(), other._tensors(), strict=True):
+            tensor.copy_(values)
+
     def pin_memory(self) -> "Batch":
         return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
 

@@ -182,6 +182,12 @@ def begin_micro_batch(model: nn.Module, *, is_last: bool) -> None:
     sharding.set_for_last = is_last
 
 
+def let_gather_streams_be(model: nn.Module) -> None:
+    """Before a forward that is recorded and gathers nothing: FSDP2's streams would wait for it and be recorded too."""
+    if isinstance(model, FSDPModule):
+        model.set_post_optim_event(torch.cuda.current_stream().record_event())
+
+
 def drop_gradients(model: nn.Module) -> None:
     """Forget all gradients, those too that were held back for a last micro-batch that never came.
 

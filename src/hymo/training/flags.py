@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from hymo.config import AutoBool, TrainingConfig
+from hymo.config import AutoBool, HyMoConfig, TrainingConfig
 from hymo.distributed.mesh import launched_by_torchrun
 from hymo.errors import HyMoError
 from hymo.kernels.attention import choose_backend
@@ -43,6 +43,31 @@ def make_deterministic() -> None:
 def resolve_fsdp(flag: AutoBool, device: torch.device) -> bool:
     """Whether the model is sharded by FSDP2: auto is yes under torchrun or on CUDA, no for one CPU process."""
     return (launched_by_torchrun() or device.type == "cuda") if flag == "auto" else bool(flag)
+
+
+def resolve_cuda_graphs(config: HyMoConfig, reshard: str | None, device: torch.device) -> bool:
+    """Whether micro-batches are replayed. ``reshard``: how the model is sharded (None: it is not)."""
+    t = config.training
+    if not t.cuda_graphs:
+        return False
+    float32_experts = t.fsdp_mixed_precision == "float32" or not t.moe_mixed_precision  # the host reads their counts
+    for wrong, found, accepted in (
+        (device.type != "cuda", f"on {device.type}", "a CUDA device"),
+        (
+            reshard != "step",
+            f"with reshard {reshard}" if reshard else "for a model that is not sharded",
+            "training.fsdp with reshard step",
+        ),
+        (
+            t.activation_checkpointing != "none",
+            f"with activation_checkpointing {t.activation_checkpointing}",
+            "activation_checkpointing none",
+        ),
+        (config.model.n_routed > 0 and float32_experts, "with experts in float32", "experts in bfloat16"),
+    ):
+        if wrong:
+            raise HyMoError(f"training.cuda_graphs: found true {found}; accepted: {accepted}, or false")
+    return True
 
 
 def computing_precision(training: TrainingConfig, device: torch.device) -> str:

@@ -19,6 +19,7 @@ from hymo.models.model import HyMo, ModelOutput
 from hymo.optim.build import Optimizers
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.probe import Probe
+from hymo.training.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -59,27 +60,44 @@ class Gradients:
 
 
 def accumulate_gradients(
-    model: nn.Module, micro_batches: Sequence[Batch], loss: Loss, valid_K: Tensor, probe: Probe | None = None
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    loss: Loss,
+    valid_K: Tensor,
+    probe: Probe | None = None,
+    replay: Replay | None = None,
 ) -> Gradients:
     """Forward and backward of every micro-batch; the loop is never left early.
 
     A rank whose loss is not finite still runs every backward, or the other ranks would wait in a collective for ever
-    (facebookresearch/mmf#1073). At most one micro-batch's graph is alive at a time.
+    (facebookresearch/mmf#1073). At most one micro-batch's graph is alive at a time. With ``replay`` those between the
+    first and the last repeat what the second launches.
     """
     ranks = reduce.world_size()
     weights = loss.term_weights(valid_K) if isinstance(loss, PretrainingLoss) else None
     sums: Gradients | None = None
-    for i, batch in enumerate(micro_batches):
-        fsdp.begin_micro_batch(model, is_last=i == len(micro_batches) - 1)
-        with probe.attention() if probe is not None and i == 0 else nullcontext():
-            output: ModelOutput = model(
-                batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
-                term_weights_K=None if weights is None else weights[0] * ranks,
-                z_weight=None if weights is None else weights[1] * ranks,
-            )  # fmt: skip
+
+    def compute(batch: Batch) -> None:
+        nonlocal sums
+        output: ModelOutput = model(
+            batch.tokens_BL, doc_ids_BL=batch.doc_ids_BL, labels_KBT=batch.labels_KBT, real_B=batch.real_B,
+            term_weights_K=None if weights is None else weights[0] * ranks,
+            z_weight=None if weights is None else weights[1] * ranks,
+        )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
         sums = _add(sums, total.detach(), means_K, output)
+
+    last = len(micro_batches) - 1
+    for i, batch in enumerate(micro_batches):
+        fsdp.begin_micro_batch(model, is_last=i == last)
+        if replay is not None and 0 < i < last:
+            if i == 1:
+                replay.record(model, batch, compute)
+            replay(batch)
+        else:
+            with probe.attention() if probe is not None and i == 0 else nullcontext():
+                compute(batch)
     assert sums is not None
     return sums
 
@@ -87,17 +105,16 @@ def accumulate_gradients(
 def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOutput) -> Gradients:
     entropy_N = output.router_entropy_N.detach() * output.expert_counts_NE.sum(1)
     logit_max = None if output.logit_max_NH is None else output.logit_max_NH.detach()
+    counts_NE, dropped_N = output.expert_counts_NE.detach(), output.dropped_N.detach()
     if sums is None:
-        return Gradients(
-            total, means_K, output.expert_counts_NE.detach(), output.dropped_N.detach(), entropy_N, logit_max
-        )
-    sums.total = sums.total + total
-    sums.means_K = sums.means_K + means_K
-    sums.counts_NE = sums.counts_NE + output.expert_counts_NE.detach()
-    sums.dropped_N = sums.dropped_N + output.dropped_N.detach()
-    sums.entropy_N = sums.entropy_N + entropy_N
+        return Gradients(total, means_K, counts_NE.clone(), dropped_N.clone(), entropy_N, logit_max)
+    sums.total += total  # in place: what is replayed adds to the same numbers
+    sums.means_K += means_K
+    sums.counts_NE += counts_NE
+    sums.dropped_N += dropped_N
+    sums.entropy_N += entropy_N
     if logit_max is not None and sums.logit_max_NH is not None:
-        sums.logit_max_NH = torch.maximum(sums.logit_max_NH, logit_max)
+        torch.maximum(sums.logit_max_NH, logit_max, out=sums.logit_max_NH)
     return sums
 
 
@@ -117,18 +134,19 @@ def attempt_update(
     grad_clip: float,
     spike_limit: float | None = None,
     probe: Probe | None = None,
+    replay: Replay | None = None,
     update_gate_biases: Callable[[Tensor], None] | None = None,
 ) -> TrainStepResult:
     """One attempt (see the module). ``factor`` scales both peak rates; a total loss above ``spike_limit`` is skipped.
 
-    ``probe``: measure more in this attempt. ``update_gate_biases`` takes the expert counts of an update, int64 [N, E]
-    over all ranks; by default the model's own.
+    ``probe``: measure more in this attempt. ``replay``: see ``accumulate_gradients``. ``update_gate_biases`` takes the
+    expert counts of an update, int64 [N, E] over all ranks; by default the model's own.
 
     On a skip the parameters, the optimizer's state, the expert counts and the gate biases are bit for bit what they
     were; only the gradients are dropped.
     """
     valid_K = count_valid(micro_batches)
-    gradients = accumulate_gradients(model, micro_batches, loss, valid_K, probe)
+    gradients = accumulate_gradients(model, micro_batches, loss, valid_K, probe, replay)
     reduce.mean_replicated_gradients(model.parameters())
     verdict = reduce.verdict(gradients.total, optimizers.parameters_by_algorithm())
     metrics, counts_NE, loads = _sum_over_ranks(gradients)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,7 @@ from hymo.data.batch import sample_order
 from hymo.data.loader import BatchStream, Deal, EvalBatches
 from hymo.data.prepare import TokenData
 from hymo.distributed import mesh, reduce
-from hymo.distributed.fsdp import wrap_model_with_fsdp
+from hymo.distributed.fsdp import Sharding, wrap_model_with_fsdp
 from hymo.errors import NotFiniteError
 from hymo.evaluate import BrokenOffError, EvalResult, evaluate
 from hymo.models.model import HyMo, build_hymo
@@ -41,6 +41,7 @@ from hymo.training.checks import check_data, check_deal, prepare_data
 from hymo.training.flags import (
     computing_precision,
     make_deterministic,
+    resolve_cuda_graphs,
     resolve_fsdp,
     resolve_fused_gdn,
     thread_optimization_flags,
@@ -48,6 +49,7 @@ from hymo.training.flags import (
 from hymo.training.garbage import long_lived_objects
 from hymo.training.loss import Loss, PretrainingLoss
 from hymo.training.probe import Probe
+from hymo.training.replay import Replay
 from hymo.training.scheduler import JointWSDScheduler, Step
 from hymo.training.step import TrainStepResult, attempt_update, train_step_result
 from hymo.training.stop import StopRequest
@@ -114,6 +116,8 @@ class Trainer:
         self._thread_optimization_flags()
         if self.sharded:
             wrap_model_with_fsdp(self.model, config)
+        reshard = cast(Sharding, self.model.sharding).reshard if self.sharded else None
+        self.replay = Replay(self.device) if resolve_cuda_graphs(config, reshard, self.device) else None
         self.model.track_logit_max(config.optimizer.qk_clip is not None)
         self.optimizers = build_optimizers(self.model, config.optimizer)
         self.probe = Probe(self.model)
@@ -254,7 +258,7 @@ class Trainer:
             self.model, self.optimizers, micro_batches, self.loss,
             factor=self.scheduler.get_factor(Step(p.step + 1)), grad_clip=self.config.training.grad_clip,
             spike_limit=None if self.config.training.spike_guard == "off" else p.spike_limit(),
-            probe=self.probe if self._line_due(p.step + 1, p.attempt) else None,
+            probe=self.probe if self._line_due(p.step + 1, p.attempt) else None, replay=self.replay,
             update_gate_biases=self._update_moe_gate_biases,
         )  # fmt: skip
         p.note(result.metrics["total_loss"], is_update=result.is_update, spike=result.spike)
