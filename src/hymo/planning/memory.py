@@ -35,7 +35,10 @@ Terms = dict[str, float]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank. ``moments``: what is there beside parameters and optimizer state at each moment, by term."""
+    """Bytes of a rank. ``moments``: what is there beside parameters and optimizer state at each moment, by term.
+
+    ``graph``: what a CUDA graph of a micro-batch holds reserved for its activations, beside the allocator's peak.
+    """
 
     parameters: float
     gradients: float
@@ -43,6 +46,7 @@ class Memory:
     moments: dict[str, Terms]
     tokens: int  # of a micro-batch
     activations: Activations
+    graph: float = 0.0
 
     @property
     def peak_moment(self) -> str:
@@ -51,6 +55,11 @@ class Memory:
     @property
     def peak(self) -> float:
         return self.parameters + self.states + sum(self.moments[self.peak_moment].values())
+
+    @property
+    def needed(self) -> float:
+        """What a GPU must have."""
+        return self.peak + self.graph
 
     def over_states(self, *names: str) -> float:
         """The largest of these moments, over parameters, optimizer state and reduced gradients."""
@@ -108,7 +117,10 @@ def memory_of(config: HyMoConfig, model: HyMo, ranks: int, reshard: str, *, devi
     # The last backward of an attempt frees the gathered weights, with `step` too (`begin_micro_batch`).
     moments[OPTIMIZER] = {"gradients": held, "optimizer's buffers": buffers}
     moments = {name: {term: n for term, n in terms.items() if n > 0} for name, terms in moments.items()}
-    return Memory(held, held, state_bytes(model, table, s.shards), moments, tokens, activations)
+    # whatever n is, though up to two micro-batches record nothing: memory then grows with the micro-batch, always
+    replayed = t.cuda_graphs and reshard == "step" and t.activation_checkpointing == "none"
+    graph = kept + _head(config, setting, tokens) if replayed else 0.0
+    return Memory(held, held, state_bytes(model, table, s.shards), moments, tokens, activations, graph)
 
 
 def state_bytes(model: HyMo, table: Partition, shards: int) -> float:

@@ -51,7 +51,7 @@ class RankPlan:
         low, high = 0, -(-self.config.training.global_batch_size // self.gpus)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.with_training(micro_batch_size=middle, **changes).memory.peak <= self.device.memory:
+            if self.with_training(micro_batch_size=middle, **changes).memory.needed <= self.device.memory:
                 low = middle
             else:
                 high = middle - 1
@@ -90,6 +90,8 @@ def memory_table(plan: RankPlan) -> Table:
     for name, terms in memory.moments.items():
         if name != memory.peak_moment:
             table.add_row(f"at: {name}", "", size(memory.parameters + memory.states + sum(terms.values())))
+    if memory.graph:
+        table.add_row("reserved by the CUDA graph beside it", "", size(memory.graph))
     if plan.device is not None:
         table.add_row("the device has", "", size(plan.device.memory))
     return table
@@ -106,16 +108,16 @@ def fit_lines(plan: RankPlan) -> Iterator[str]:
     largest = {mode: plan.largest_micro_batch(activation_checkpointing=mode) for mode in MODES}
     yield "largest micro_batch_size that fits: " + ", ".join(f"{n} ({mode})" for mode, n in largest.items())
     memory, own = plan.memory, plan.config.training.activation_checkpointing
-    if memory.peak <= plan.device.memory:
+    if memory.needed <= plan.device.memory:
         return
-    yield f"WARNING: it does not fit: {size(memory.peak)} of {size(plan.device.memory)}"
-    ways = []
+    yield f"WARNING: it does not fit: {size(memory.needed)} of {size(plan.device.memory)}"
+    ways = ["--training.cuda_graphs false"] if memory.peak <= plan.device.memory else []
     if largest[own]:
         ways.append(f"--training.micro_batch_size {largest[own]}")
     better = next((mode for mode in MODES if mode != own and largest[mode] > largest[own]), None)
     if better is not None:
         ways.append(f"--training.activation_checkpointing {better} with micro_batch_size {largest[better]}")
-    if plan.reshard != "layer" and plan.with_training(reshard="layer").memory.peak <= plan.device.memory:
+    if plan.reshard != "layer" and plan.with_training(reshard="layer").memory.needed <= plan.device.memory:
         ways.append("--training.reshard layer")
     if not ways:
         ways.append(f"more than {plan.gpus} GPUs, a shorter training.seq_len, or a smaller model")
