@@ -81,3 +81,6 @@ def test_keys_lists_every_key(capsys):
     assert "--optimizer.muon_lr" in capsys.readouterr().out
     assert main(["keys", "scheduler"]) == 0
     assert capsys.readouterr().out.count("--scheduler.") == 9
+    for name in ("training.seq_len", "seq_len"):
+        assert main(["keys", name]) == 0
+        assert capsys.readouterr().out.startswith("--training.seq_len ")

@@ -89,6 +89,8 @@ def test_the_plan_counts_what_a_cuda_graph_reserves(capsys):
     row = next(line for line in out.splitlines() if "reserved by the CUDA graph" in line)
     assert float(row.split("│")[3].split()[0]) == pytest.approx(22.6, rel=0.05) and "WARNING" not in out
     assert "change: --training.cuda_graphs false" in printed(capsys, *words, "16")
+    assert main(["plan", *words, "4", "--training.reshard", "layer"]) == 2
+    assert "training.cuda_graphs: found true with reshard layer" in capsys.readouterr().err
 
 
 def test_the_plan_for_a_thousand_gpus(capsys):

@@ -188,7 +188,7 @@ def build_parser() -> Parser:
         kind.set_defaults(run=run_bench_part, parser=kind, rest=[])
 
     keys = verbs.add_parser("keys", help="every key of a configuration: type, default, meaning")
-    keys.add_argument("section", nargs="?", help="only this section")
+    keys.add_argument("section", nargs="?", help="only this section, or this key")
     keys.set_defaults(run=run_keys, parser=keys)
     cli_tools.describe(parser)
     return parser
@@ -376,9 +376,12 @@ def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.config_io import describe_keys
 
     no_overrides(overrides, "keys")
-    if args.section is not None and args.section not in SECTIONS:
-        raise HyMoError(f"keys: {not_among(args.section, list(SECTIONS))}")
-    for key, accepted, default, meaning in describe_keys([args.section] if args.section else SECTIONS):
+    name, rows = args.section, describe_keys()
+    if name is not None:
+        rows = [row for row in rows if name in (row[0], *row[0].split("."))]
+    if not rows:
+        raise HyMoError(f"keys: {not_among(name, list(SECTIONS))}, or a key (training.seq_len)")
+    for key, accepted, default, meaning in rows:
         print(f"--{key:<38} {accepted}  [{default}]\n    {meaning}")
     return 0
 

@@ -58,7 +58,7 @@ EXAMPLES = {
         "hymo bench optimizer                                   one step beside what else is installed",
         "hymo bench optimizer --sets bench --only hymo torch --repeats 20",
     ),
-    "keys": ("hymo keys", "hymo keys scheduler"),
+    "keys": ("hymo keys", "hymo keys scheduler", "hymo keys training.seq_len"),
     "doctor": ("hymo doctor",),
     "completion": (
         "eval \"$(hymo completion bash)\"                                   in ~/.bashrc",

@@ -245,8 +245,8 @@ class TrainingConfig(Section):
     torch_compile_gdn: AutoBool = "auto"
     """torch.compile of the blocks: auto = on CUDA"""
     cuda_graphs: bool = False
-    """on a GPU: micro-batches between the first and the last of an update repeat the second's launches as a CUDA graph;
-    needs reshard step and memory for one micro-batch more"""
+    """on a GPU: of three and more micro-batches those between the first and the last repeat the second's launches as a
+    CUDA graph; needs reshard step and memory for one micro-batch more"""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     """recompute blocks in the backward pass: whole ones, or all but matrix products, attention and recurrence"""
     grad_clip: float = Field(1.0, gt=0)

@@ -128,13 +128,19 @@ def print_plan(
     config: HyMoConfig, *, rows: bool = False, gpus: int = 1, device: Device | None = None, mfu: float = 0.4
 ) -> int:
     """Print the plan of ``gpus`` ranks on a device; ``rows``: the partition parameter by parameter."""
+    import torch
+
     from hymo.distributed.fsdp import placements
     from hymo.models.init import describe
     from hymo.models.model import build_hymo
     from hymo.optim.build import plan_step
     from hymo.optim.partition import partition
     from hymo.planning import show
+    from hymo.training.flags import resolve_cuda_graphs
 
+    model = build_hymo(config, device="meta")
+    plan = show.RankPlan(config, model, gpus, device)
+    resolve_cuda_graphs(config, None if config.training.fsdp is False else plan.reshard, torch.device("cuda"))
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 80  # a pipe has no width of its own
@@ -149,7 +155,6 @@ def print_plan(
     for name, value in derived_values(config).items():
         lines([f"{name.replace('_', ' ')}: {value:,}" + (f" ({count(value)})" if value >= 1e6 else "")])
 
-    model = build_hymo(config, device="meta")
     starts = Table("parameters", "number", "start", title="Initialisation", title_justify="left")
     starts.columns[0].no_wrap = True
     for pattern, number, text in describe(model):
@@ -159,7 +164,6 @@ def print_plan(
     table = partition(model, config.optimizer)
     lines(["\nOptimizer partition", str(table) if rows else table.summary()])
 
-    plan = show.RankPlan(config, model, gpus, device)
     lines([f"\nOn {gpus} GPU{'s' if gpus > 1 else ''}", show.deal_line(plan)])
     if gpus > 1:
         shards = gpus // config.training.replicas

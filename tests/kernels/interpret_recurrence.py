@@ -35,7 +35,7 @@ def compare(low, doc_ids, **keywords):
 
 
 def held(case, *args, **keywords):
-    """A case in the held form, which on a GPU bfloat16 takes; the interpreter knows no bfloat16."""
+    """A case in the held form, which bfloat16 takes, in float32 (in bfloat16: ``interpret_bfloat16.py``)."""
     with mock.patch.object(triton_op, "form_of", return_value="held"):
         return case(*args, **keywords)
 

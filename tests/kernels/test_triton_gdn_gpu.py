@@ -1,4 +1,4 @@
-"""The Triton kernels on the CPU, in Triton's interpreter, against float64 (float32 and float16; it has no bfloat16)."""
+"""The Triton kernels on the CPU, in Triton's interpreter, against float64 (float32 and float16)."""
 
 import json
 import os

@@ -320,3 +320,31 @@ def test_what_is_replayed_is_all_between_the_first_and_the_last():
     assert (replay.recorded, replay.replayed) == (1, 3)
     for name in ("total", "means_K", "counts_NE", "dropped_N", "entropy_N"):
         assert torch.equal(getattr(sums[0], name), getattr(sums[1], name)), name
+
+
+@pytest.mark.parametrize("alias", ["two views of one tensor", "one tensor twice", "expanded"])
+def test_sums_do_not_depend_on_what_a_loss_returns_views_of(alias):
+    """A loss of one's own may return its parts as views of one tensor; the sums over micro-batches are of values."""
+
+    def views(output, valid_K):
+        means_K = output.ce_sum_K / valid_K.clamp(min=1)
+        if alias == "two views of one tensor":
+            return means_K[0], means_K.detach()
+        if alias == "one tensor twice":
+            return means_K[0], means_K.detach()[:1]
+        return means_K[0], means_K[0].detach().expand(3)
+
+    def copies(output, valid_K):
+        total, means_K = views(output, valid_K)
+        return total * 1, means_K.clone()
+
+    micro, found = [batch(2, seed=i, keep=0.7) for i in range(4)], []
+    for loss in (copies, views):
+        model, _ = make()
+        found.append(accumulate_gradients(model, micro, loss, count_valid(micro)))
+    assert torch.equal(found[0].total, found[1].total) and torch.equal(found[0].means_K, found[1].means_K)
+
+
+def test_a_recorded_batch_takes_no_other_shape():
+    with pytest.raises(ValueError, match=r"batch: found a tensor of \(1, 26\), accepted: \(2, 26\)"):
+        batch(2).clone().copy_(batch(1))

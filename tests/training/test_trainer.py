@@ -383,6 +383,14 @@ def test_a_branch_decays_from_the_stable_phase_and_says_what_differs(finished, s
     assert "neither or both of --decay and --extend" in refused.err
 
 
+def test_a_branch_that_cannot_run_here_is_not_made(finished, tmp_path, capsys):
+    run_dir, _ = finished
+    words = ["branch", str(run_dir), "--at", "4", "--decay", "2", "--run-dir", str(tmp_path / "new")]
+    for key in ("fused_gdn", "cuda_graphs"):
+        refused = hymo(*words, f"--training.{key}=true", code=2, capsys=capsys)
+        assert f"training.{key}: found true on cpu" in refused.err and not (tmp_path / "new").exists()
+
+
 def test_a_branch_that_is_only_made_says_how_to_train_it(finished, tmp_path, capsys):
     run_dir, _ = finished
     new = tmp_path / "a new one"

@@ -82,6 +82,9 @@ def measure(config: HyMoConfig, *, steps: int, trace: Path | None = None) -> Tra
     step_s = statistics.median(late)
     tokens_per_s = config.tokens_per_step / step_s
     peak = memory_bytes(device).get("memory_peak", 0)
+    if trainer.replay is not None:  # what a graph launches belongs to no operator
+        trainer.log.line("training.cuda_graphs: the profiled steps run without it")
+        trainer.replay = None
     parts, profiled = _profile(trainer, trace)
     mfu = None if trainer.peak_flops is None else tokens_per_s * trainer.flops_per_token / trainer.peak_flops
     trainer.stream().close()

@@ -40,7 +40,10 @@ class Batch:
         return Batch(*(tensor.clone() for tensor in self._tensors()))
 
     def copy_(self, other: "Batch") -> None:
+        """Take over the numbers of a batch of the same shapes; ValueError for another (``copy_`` would repeat rows)."""
         for tensor, values in zip(self._tensors(), other._tensors(), strict=True):
+            if tensor.shape != values.shape:
+                raise ValueError(f"batch: found a tensor of {tuple(values.shape)}, accepted: {tuple(tensor.shape)}")
             tensor.copy_(values)
 
     def pin_memory(self) -> "Batch":

@@ -105,7 +105,8 @@ def fit_lines(plan: RankPlan) -> Iterator[str]:
     if plan.device is None:
         yield "give --device to see whether this fits"
         return
-    largest = {mode: plan.largest_micro_batch(activation_checkpointing=mode) for mode in MODES}
+    modes = MODES[:1] if plan.config.training.cuda_graphs else MODES  # a graph takes no recomputed blocks
+    largest = {mode: plan.largest_micro_batch(activation_checkpointing=mode) for mode in modes}
     yield "largest micro_batch_size that fits: " + ", ".join(f"{n} ({mode})" for mode, n in largest.items())
     memory, own = plan.memory, plan.config.training.activation_checkpointing
     if memory.needed <= plan.device.memory:
@@ -114,10 +115,11 @@ def fit_lines(plan: RankPlan) -> Iterator[str]:
     ways = ["--training.cuda_graphs false"] if memory.peak <= plan.device.memory else []
     if largest[own]:
         ways.append(f"--training.micro_batch_size {largest[own]}")
-    better = next((mode for mode in MODES if mode != own and largest[mode] > largest[own]), None)
+    better = next((mode for mode in modes if mode != own and largest[mode] > largest[own]), None)
     if better is not None:
         ways.append(f"--training.activation_checkpointing {better} with micro_batch_size {largest[better]}")
-    if plan.reshard != "layer" and plan.with_training(reshard="layer").memory.needed <= plan.device.memory:
+    sharded_anew = plan.reshard != "layer" and not plan.config.training.cuda_graphs
+    if sharded_anew and plan.with_training(reshard="layer").memory.needed <= plan.device.memory:
         ways.append("--training.reshard layer")
     if not ways:
         ways.append(f"more than {plan.gpus} GPUs, a shorter training.seq_len, or a smaller model")

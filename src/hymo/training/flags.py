@@ -45,6 +45,17 @@ def resolve_fsdp(flag: AutoBool, device: torch.device) -> bool:
     return (launched_by_torchrun() or device.type == "cuda") if flag == "auto" else bool(flag)
 
 
+def refuse_flags(config: HyMoConfig, device: torch.device) -> None:
+    """Raise HyMoError for what does not run on this device, as far as it can be told before there is a model."""
+    t = config.training
+    resolve_fused_gdn(t.fused_gdn, device)
+    computing_precision(t, device)
+    if resolve_fsdp(t.fsdp, device):
+        resolve_cuda_graphs(config, "step" if t.reshard == "auto" else t.reshard, device)
+    else:
+        resolve_cuda_graphs(config, None, device)
+
+
 def resolve_cuda_graphs(config: HyMoConfig, reshard: str | None, device: torch.device) -> bool:
     """Whether micro-batches are replayed. ``reshard``: how the model is sharded (None: it is not)."""
     t = config.training
@@ -63,7 +74,11 @@ def resolve_cuda_graphs(config: HyMoConfig, reshard: str | None, device: torch.d
             f"with activation_checkpointing {t.activation_checkpointing}",
             "activation_checkpointing none",
         ),
-        (config.model.n_routed > 0 and float32_experts, "with experts in float32", "experts in bfloat16"),
+        (
+            config.model.n_routed > 0 and float32_experts,
+            "with experts in float32",
+            "fsdp_mixed_precision bfloat16 and moe_mixed_precision true",
+        ),
     ):
         if wrong:
             raise HyMoError(f"training.cuda_graphs: found true {found}; accepted: {accepted}, or false")

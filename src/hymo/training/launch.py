@@ -43,7 +43,7 @@ from hymo.runs import (
     resumed_config,
     with_absolute_paths,
 )
-from hymo.training.flags import thread_optimization_flags
+from hymo.training.flags import refuse_flags, thread_optimization_flags
 from hymo.training.stop import Stopped, StopRequest
 from hymo.training.trainer import Trainer
 
@@ -135,6 +135,8 @@ def start_and_train(
             print_header(trainer, config, folder)
             store.prove_shared(folder)
             newest = newest_checkpoint(folder, trainer) if goes_on else None
+            if resume and not goes_on:
+                trainer.log.line(f"--resume: {folder} holds no run yet: a new one")
             if goes_on and newest is None:
                 trainer.log.line(f"{folder} holds no checkpoint yet: from the start")
             moved = {key: new for key, (_, new) in changed.items() if key in MOVABLE}
@@ -200,7 +202,9 @@ def branch(
         try:
             if not create_only and (Path(run) / CONFIG).is_file():
                 parent = to_dict(load_config(Path(run) / CONFIG))
-                refuse_absent_text(with_absolute_paths(build_config(merge(parent, parse_overrides(overrides)))))
+                config = with_absolute_paths(build_config(merge(parent, parse_overrides(overrides))))
+                refuse_absent_text(config)
+                refuse_flags(config, mesh.pick_device(config.training.device))
             made = (
                 branching.branch(run, at, decay, overrides, run_dir)
                 if decay is not None

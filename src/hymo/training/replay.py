@@ -11,6 +11,7 @@ What is recorded may neither wait for the device nor copy from the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -30,23 +31,27 @@ class Replay:
         self._batch: Batch | None = None
 
     def record(self, model: nn.Module, batch: Batch, compute: Callable[[Batch], None]) -> None:
-        """Record ``compute`` on a copy of ``batch``; it does not run. Raises HyMoError where it cannot be recorded."""
+        """Record ``compute`` on a copy of ``batch``; it does not run.
+
+        Raises HyMoError where something in it cannot be recorded; the gradients so far are dropped then.
+        """
         self._batch = batch.clone()
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         fsdp.let_gather_streams_be(model)
         self._stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    compute(self._batch)
-                finally:
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                compute(self._batch)
+            except BaseException as reason:
+                with suppress(RuntimeError):  # a recording that went wrong cannot be ended without an error of its own
                     graph.capture_end()
-        except RuntimeError as reason:
-            why = str(reason).splitlines()[0]
-            raise HyMoError(
-                f"training.cuda_graphs: found true, but a micro-batch cannot be recorded ({why}); accepted: false"
-            ) from reason
+                fsdp.drop_gradients(model)
+                if isinstance(reason, RuntimeError) and not isinstance(reason, torch.OutOfMemoryError):
+                    why = f"a micro-batch cannot be recorded ({str(reason).splitlines()[0]})"
+                    raise HyMoError(f"training.cuda_graphs: found true, but {why}; accepted: false") from reason
+                raise
+            graph.capture_end()
         here.wait_stream(self._stream)
         self._graph = graph  # until here the one before it kept the pool's memory
 

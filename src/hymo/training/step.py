@@ -86,7 +86,7 @@ def accumulate_gradients(
         )  # fmt: skip
         total, means_K = loss(output, valid_K)
         (total * ranks).backward()  # gradients are averaged over ranks: the factor undoes it, on gloo and NCCL alike
-        sums = _add(sums, total.detach(), means_K, output)
+        sums = _add(sums, total.detach(), means_K.detach(), output)
 
     last = len(micro_batches) - 1
     for i, batch in enumerate(micro_batches):
@@ -106,8 +106,9 @@ def _add(sums: Gradients | None, total: Tensor, means_K: Tensor, output: ModelOu
     entropy_N = output.router_entropy_N.detach() * output.expert_counts_NE.sum(1)
     logit_max = None if output.logit_max_NH is None else output.logit_max_NH.detach()
     counts_NE, dropped_N = output.expert_counts_NE.detach(), output.dropped_N.detach()
-    if sums is None:
-        return Gradients(total, means_K, counts_NE.clone(), dropped_N.clone(), entropy_N, logit_max)
+    if sums is None:  # copies: a loss may return views of one tensor, or keep what it returns
+        largest = None if logit_max is None else logit_max.clone()
+        return Gradients(total.clone(), means_K.clone(), counts_NE.clone(), dropped_N.clone(), entropy_N, largest)
     sums.total += total  # in place: what is replayed adds to the same numbers
     sums.means_K += means_K
     sums.counts_NE += counts_NE

@@ -39,11 +39,10 @@ from hymo.runs import METRICS, write_config
 from hymo.training import recovery
 from hymo.training.checks import check_data, check_deal, prepare_data
 from hymo.training.flags import (
-    computing_precision,
     make_deterministic,
+    refuse_flags,
     resolve_cuda_graphs,
     resolve_fsdp,
-    resolve_fused_gdn,
     thread_optimization_flags,
 )
 from hymo.training.garbage import long_lived_objects
@@ -100,8 +99,7 @@ class Trainer:
         if t.deterministic:
             make_deterministic()
         # What needs no data is checked before the first text is read.
-        resolve_fused_gdn(t.fused_gdn, self.device)
-        computing_precision(t, self.device)
+        refuse_flags(config, self.device)
         self.deal = Deal(t.global_batch_size, reduce.world_size(), t.micro_batch_size)
         check_deal(config, self.deal, self.log)
         if run_dir is not None:
