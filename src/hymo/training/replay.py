@@ -43,6 +43,7 @@ class Replay:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute(self._batch)
+                graph.capture_end()
             except BaseException as reason:
                 with suppress(RuntimeError):  # a recording that went wrong cannot be ended without an error of its own
                     graph.capture_end()
@@ -51,7 +52,6 @@ class Replay:
                     why = f"a micro-batch cannot be recorded ({str(reason).splitlines()[0]})"
                     raise HyMoError(f"training.cuda_graphs: found true, but {why}; accepted: false") from reason
                 raise
-            graph.capture_end()
         here.wait_stream(self._stream)
         self._graph = graph  # until here the one before it kept the pool's memory
 
