@@ -112,15 +112,7 @@ class Layer(torch.nn.Module):
         self.ffn, self.way = ffn, way
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "dense":
-            return self.ffn(x)
-        if self.way == "loop":
-            with mock.patch.object(grouped, "choose_backend", return_value="loop"):
-                return self.ffn(x)[0]
-        if self.way == "definition":
-            with mock.patch.object(self.ffn, "_routed", self.ffn._routed_loop):
-                return self.ffn(x)[0]
-        return self.ffn(x)[0]
+        return self.ffn(x) if self.way == "dense" else self.ffn(x)[0]
 
 
 def time_experts(config: ModelConfig, x: Tensor, device: str) -> None:
@@ -130,6 +122,8 @@ def time_experts(config: ModelConfig, x: Tensor, device: str) -> None:
         for name, parameter in ffn.named_parameters():
             if name != "router.weight":
                 parameter.data = parameter.data.bfloat16()
+        if way == "definition":
+            ffn._routed = ffn._routed_loop
         layer = Layer(ffn.to(device), way)
         if compiled:
             layer.compile(dynamic=False)
@@ -150,7 +144,9 @@ def time_experts(config: ModelConfig, x: Tensor, device: str) -> None:
     for name, sizes, way, compiled in rows:
         layer = make(sizes, way, compiled)
         weights = [p for p in layer.parameters() if p.numel()]
-        time_both(name, layer, x, weights, device)
+        backend = (lambda rows: "loop") if way == "loop" else grouped.choose_backend
+        with mock.patch.object(grouped, "choose_backend", backend):
+            time_both(name, layer, x, weights, device)
 
 
 def main() -> None:
@@ -164,7 +160,8 @@ def main() -> None:
     config, shape = load_config(args.config).model, (args.batch, args.tokens)
     torch.manual_seed(0)
     documents = (torch.rand(shape, device=args.device) < 5e-4).cumsum(1).int()
-    print(f"B{args.batch} T{args.tokens} on {args.device}")
+    starts = args.batch + int((documents[:, -1] - documents[:, 0]).sum())
+    print(f"B{args.batch} T{args.tokens} on {args.device}, {starts} documents in {args.batch} rows")
     titles = ["first s", "fwd ms", "f+b ms"] + ["called"] * (args.device == "cuda")
     print(f"{'':44s}" + "".join(f" {title:>9s}" for title in titles))
     if "attention" in args.only:

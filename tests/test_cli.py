@@ -81,6 +81,8 @@ def test_keys_lists_every_key(capsys):
     assert "--optimizer.muon_lr" in capsys.readouterr().out
     assert main(["keys", "scheduler"]) == 0
     assert capsys.readouterr().out.count("--scheduler.") == 9
+    assert main(["keys", "training.seqlen"]) == 2
+    assert "did you mean training.seq_len? accepted: model" in capsys.readouterr().err
     for name in ("training.seq_len", "seq_len"):
         assert main(["keys", name]) == 0
         assert capsys.readouterr().out.startswith("--training.seq_len ")

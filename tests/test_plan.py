@@ -88,7 +88,15 @@ def test_the_plan_counts_what_a_cuda_graph_reserves(capsys):
     out = printed(capsys, *words, "4")
     row = next(line for line in out.splitlines() if "reserved by the CUDA graph" in line)
     assert float(row.split("│")[3].split()[0]) == pytest.approx(22.6, rel=0.05) and "WARNING" not in out
-    assert "change: --training.cuda_graphs false" in printed(capsys, *words, "16")
+    large = printed(capsys, *words, "16")
+    fits = re.search(r"change: --training.micro_batch_size (\d+); or --training.cuda_graphs false\n", large)
+    assert fits and "WARNING" not in printed(capsys, *words, fits[1])
+    assert "WARNING" in printed(capsys, *words, str(int(fits[1]) + 1))
+    small = printed(capsys, *words, "16", "--device", "a100-80gb")
+    assert "--training.cuda_graphs false with --training.micro_batch_size" in small
+    alone = printed(capsys, *words, "16", "--gpus", "8")
+    assert "a rank runs 1 micro-batch" in alone and "CUDA graph" not in alone and "WARNING" not in alone
+    assert "CUDA graph" not in printed(capsys, "hymo_750m", "--training.cuda_graphs", "true"), "no GPU to compare with"
     assert main(["plan", *words, "4", "--training.reshard", "layer"]) == 2
     assert "training.cuda_graphs: found true with reshard layer" in capsys.readouterr().err
 

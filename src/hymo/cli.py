@@ -380,7 +380,10 @@ def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
     if name is not None:
         rows = [row for row in rows if name in (row[0], *row[0].split("."))]
     if not rows:
-        raise HyMoError(f"keys: {not_among(name, list(SECTIONS))}, or a key (training.seq_len)")
+        keys = [row[0] for row in describe_keys()]
+        near = difflib.get_close_matches(name, [*SECTIONS, *keys, *(key.partition(".")[2] for key in keys)], 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise HyMoError(f"keys: found {name!r}; {meant}accepted: {', '.join(SECTIONS)}, or a key (training.seq_len)")
     for key, accepted, default, meaning in rows:
         print(f"--{key:<38} {accepted}  [{default}]\n    {meaning}")
     return 0

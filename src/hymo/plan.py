@@ -140,7 +140,9 @@ def print_plan(
 
     model = build_hymo(config, device="meta")
     plan = show.RankPlan(config, model, gpus, device)
-    resolve_cuda_graphs(config, None if config.training.fsdp is False else plan.reshard, torch.device("cuda"))
+    unknown = device is None and config.training.reshard == "auto"  # whether `step` fits is not
+    reshard = None if config.training.fsdp is False else "step" if unknown else plan.reshard
+    resolve_cuda_graphs(config, reshard, torch.device("cuda"))
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 80  # a pipe has no width of its own

@@ -54,10 +54,16 @@ interpreter.InterpreterBuilder.cast_impl = cast
 triton_op._constants = constants
 
 
-def errors(rate, bound, *, T=112, H=1, size=32, packed=False, dtype=torch.bfloat16):
-    """Relative errors of the outputs, the final state and every gradient, all heads at one rate."""
+def errors(rate, bound, *, T=112, H=1, size=32, packed=False, dtype=torch.bfloat16, gates=None):
+    """Relative errors of the outputs, the final state and every gradient, all heads at one rate.
+
+    gates: a pair, of all gates and of every tenth.
+    """
     inputs = make_inputs(1, T, H, size, size)
     inputs["A_log"] = torch.full((H, size), math.log(rate))
+    if gates is not None:
+        inputs["g"] = torch.full((1, T, H), gates[0])
+        inputs["g"][:, 5::10] = gates[1]
     low = {name: x.to(dtype) if name in ("v", "b", "c") else x.float() for name, x in inputs.items()}
     doc_ids = document_ids(1, T) if packed else None
     exact = {name: x.double() for name, x in low.items()}
@@ -75,6 +81,7 @@ CASES = {
     "held, packed": lambda: errors(1.0, None, packed=True),
     "held, strong": lambda: errors(20.0, None, packed=True),
     "held, padded heads": lambda: errors(4.0, None, T=50, size=20),
+    "held, one in ten": lambda: errors(1.0, None, T=48, size=16, gates=(0.0, 20.0)),
     "float16": lambda: errors(4.0, None, packed=True, T=50, dtype=torch.float16),
 }
 

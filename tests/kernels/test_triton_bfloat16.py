@@ -11,15 +11,17 @@ import pytest
 from hymo.kernels.recurrence import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-# dg and dA_log: with the factors in one part, or with what enters the state's gradient in one, some are above these
+# dg and dA_log: above these is one where factors are in one part, where what enters the state's gradient is in one, and
+# where factors are not cut or differences not in three parts (one in ten)
 DECAYS = {
     "leaf": (3.0e-3, 2.5e-3),
     "leaf, packed": (2.5e-3, 2.5e-3),
-    "leaf, weak": (4.0e-3, 3.0e-3),
+    "leaf, weak": (3.2e-3, 3.0e-3),
     "held": (3.3e-3, 2.5e-3),
     "held, packed": (3.6e-3, 2.2e-3),
     "held, strong": (6.5e-3, 3.2e-3),  # few gates matter, and their errors do not average out
     "held, padded heads": (3e-3, 2.5e-3),
+    "held, one in ten": (2.5e-3, 3.2e-3),
     "float16": (4e-3, 2.5e-3),
 }
 
@@ -35,7 +37,7 @@ def results():
 
 @pytest.mark.parametrize("case", DECAYS)
 def test_errors_are_those_of_bfloat16(results, case):
-    limits = dict(zip(("dg", "dA_log"), DECAYS[case], strict=True))
+    limits = dict(zip(("dg", "dA_log"), DECAYS[case], strict=True)) | {"dD": 1e-2}  # one number, whose terms cancel
     for quantity, error in results[case].items():
         assert error < limits.get(quantity, 4e-3), (quantity, error)
     if case != "float16":

@@ -56,6 +56,8 @@ def batch(rows=2):
             HyMoError,
             r"but a micro-batch cannot be recorded \(Cannot copy\); accepted",
         ),
+        (RuntimeError(), HyMoError, r"but a micro-batch cannot be recorded \(RuntimeError\(\)\); accepted"),
+        (NotImplementedError("a loss of mine"), NotImplementedError, "a loss of mine"),
         (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError, "no room"),
         (ValueError("a loss of mine"), ValueError, "a loss of mine"),
         (KeyboardInterrupt("by hand"), KeyboardInterrupt, "by hand"),

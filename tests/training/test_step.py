@@ -345,6 +345,22 @@ def test_sums_do_not_depend_on_what_a_loss_returns_views_of(alias):
     assert torch.equal(found[0].total, found[1].total) and torch.equal(found[0].means_K, found[1].means_K)
 
 
+def test_what_a_loss_keeps_is_left_alone():
+    """A loss that keeps what it returned, undetached: the sums neither change it nor hold its graph."""
+    kept = []
+
+    def keeps(output, valid_K):
+        means_K = output.ce_sum_K / valid_K.clamp(min=1)
+        kept.append((means_K.sum(), means_K))
+        return kept[-1]
+
+    micro, (model, _) = [batch(2, seed=i, keep=0.7) for i in range(3)], make()
+    sums = accumulate_gradients(model, micro, keeps, count_valid(micro))
+    assert not sums.total.requires_grad and not sums.means_K.requires_grad
+    assert torch.equal(sums.means_K, torch.stack([means_K.detach() for _, means_K in kept]).sum(0))
+    assert torch.equal(kept[0][0], kept[0][1].sum())
+
+
 def test_a_recorded_batch_takes_no_other_shape():
     with pytest.raises(ValueError, match=r"batch: found a tensor of \(1, 26\), accepted: \(2, 26\)"):
         batch(2).clone().copy_(batch(1))

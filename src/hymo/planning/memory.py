@@ -117,8 +117,7 @@ def memory_of(config: HyMoConfig, model: HyMo, ranks: int, reshard: str, *, devi
     # The last backward of an attempt frees the gathered weights, with `step` too (`begin_micro_batch`).
     moments[OPTIMIZER] = {"gradients": held, "optimizer's buffers": buffers}
     moments = {name: {term: n for term, n in terms.items() if n > 0} for name, terms in moments.items()}
-    # whatever n is, though up to two micro-batches record nothing: memory then grows with the micro-batch, always
-    replayed = t.cuda_graphs and reshard == "step" and t.activation_checkpointing == "none"
+    replayed = t.cuda_graphs and n > 2 and reshard == "step" and t.activation_checkpointing == "none"
     graph = kept + _head(config, setting, tokens) if replayed else 0.0
     return Memory(held, held, state_bytes(model, table, s.shards), moments, tokens, activations, graph)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,14 +49,16 @@ class RankPlan:
     def largest_micro_batch(self, **changes: object) -> int:
         """The most sequences of a micro-batch that fit into the device's memory; 0 where one does not."""
         assert self.device is not None
-        low, high = 0, -(-self.config.training.global_batch_size // self.gpus)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.with_training(micro_batch_size=middle, **changes).memory.needed <= self.device.memory:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        high = -(-self.config.training.global_batch_size // self.gpus)
+
+        room = self.device.memory
+
+        def fits(size: int) -> bool:
+            return self.with_training(micro_batch_size=size, **changes).memory.needed <= room
+
+        if self.config.training.cuda_graphs:  # the two largest record nothing: memory does not grow all the way
+            return next((size for size in range(high, 0, -1) if fits(size)), 0)
+        return bisect.bisect_left(range(1, high + 1), True, key=lambda size: not fits(size))
 
 
 def plain_table(title: str, *columns: str) -> Table:
@@ -105,25 +108,41 @@ def fit_lines(plan: RankPlan) -> Iterator[str]:
     if plan.device is None:
         yield "give --device to see whether this fits"
         return
-    modes = MODES[:1] if plan.config.training.cuda_graphs else MODES  # a graph takes no recomputed blocks
-    largest = {mode: plan.largest_micro_batch(activation_checkpointing=mode) for mode in modes}
+    largest = largest_by_mode(plan)
     yield "largest micro_batch_size that fits: " + ", ".join(f"{n} ({mode})" for mode, n in largest.items())
-    memory, own = plan.memory, plan.config.training.activation_checkpointing
+    memory = plan.memory
     if memory.needed <= plan.device.memory:
         return
     yield f"WARNING: it does not fit: {size(memory.needed)} of {size(plan.device.memory)}"
-    ways = ["--training.cuda_graphs false"] if memory.peak <= plan.device.memory else []
-    if largest[own]:
-        ways.append(f"--training.micro_batch_size {largest[own]}")
-    better = next((mode for mode in modes if mode != own and largest[mode] > largest[own]), None)
-    if better is not None:
-        ways.append(f"--training.activation_checkpointing {better} with micro_batch_size {largest[better]}")
-    sharded_anew = plan.reshard != "layer" and not plan.config.training.cuda_graphs
-    if sharded_anew and plan.with_training(reshard="layer").memory.needed <= plan.device.memory:
-        ways.append("--training.reshard layer")
+    ways = ways_to_fit(plan, largest)
+    if plan.config.training.cuda_graphs:
+        plain = plan.with_training(cuda_graphs=False)
+        rest = [] if memory.peak <= plan.device.memory else ways_to_fit(plain, largest_by_mode(plain))
+        ways.append(" with ".join(["--training.cuda_graphs false", *rest[:1]]))
     if not ways:
         ways.append(f"more than {plan.gpus} GPUs, a shorter training.seq_len, or a smaller model")
     yield "change: " + "; or ".join(ways)
+
+
+def largest_by_mode(plan: RankPlan) -> dict[str, int]:
+    """The largest micro-batch by how much is recomputed; a CUDA graph takes no recomputed blocks."""
+    modes = MODES[:1] if plan.config.training.cuda_graphs else MODES
+    return {mode: plan.largest_micro_batch(activation_checkpointing=mode) for mode in modes}
+
+
+def ways_to_fit(plan: RankPlan, largest: dict[str, int]) -> list[str]:
+    """Options that make a plan fit which does not, without another GPU or model."""
+    assert plan.device is not None
+    ways, own = [], plan.config.training.activation_checkpointing
+    if largest.get(own):
+        ways.append(f"--training.micro_batch_size {largest[own]}")
+    better = next((mode for mode, n in largest.items() if mode != own and n > largest.get(own, 0)), None)
+    if better is not None:
+        ways.append(f"--training.activation_checkpointing {better} with micro_batch_size {largest[better]}")
+    anew = plan.reshard != "layer" and not plan.config.training.cuda_graphs
+    if anew and plan.with_training(reshard="layer").memory.needed <= plan.device.memory:
+        ways.append("--training.reshard layer")
+    return ways
 
 
 def traffic_table(plan: RankPlan) -> Table:

@@ -20,6 +20,9 @@ from hymo.data.batch import Batch
 from hymo.distributed import fsdp
 from hymo.errors import HyMoError
 
+ANOTHER_FAULT = (torch.OutOfMemoryError, NotImplementedError, RecursionError)
+"""RuntimeErrors that turning the graphs off would not mend."""
+
 
 class Replay:
     """Records a micro-batch's computation and repeats it on others of the same shape."""
@@ -40,18 +43,18 @@ class Replay:
         fsdp.let_gather_streams_be(model)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 compute(self._batch)
                 graph.capture_end()
             except BaseException as reason:
                 with suppress(RuntimeError):  # a recording that went wrong cannot be ended without an error of its own
                     graph.capture_end()
                 fsdp.drop_gradients(model)
-                if isinstance(reason, RuntimeError) and not isinstance(reason, torch.OutOfMemoryError):
-                    why = f"a micro-batch cannot be recorded ({str(reason).splitlines()[0]})"
-                    raise HyMoError(f"training.cuda_graphs: found true, but {why}; accepted: false") from reason
-                raise
+                if not isinstance(reason, RuntimeError) or isinstance(reason, ANOTHER_FAULT):
+                    raise
+                why = f"a micro-batch cannot be recorded ({(str(reason).strip() or repr(reason)).splitlines()[0]})"
+                raise HyMoError(f"training.cuda_graphs: found true, but {why}; accepted: false") from reason
         here.wait_stream(self._stream)
         self._graph = graph  # until here the one before it kept the pool's memory
 
