@@ -71,21 +71,30 @@ def time_both(name: str, run: Callable[[Tensor], Tensor], x: Tensor, weights: li
     print(f"{name:44s} {first:9.1f} " + " ".join(f"{ms:9.3f}" for ms in times), flush=True)
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", default="hymo_750m")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--tokens", type=int, default=4096)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = p.parse_args()
+    return p
+
+
+def titles(device: str) -> str:
+    """Over the columns of ``time_both``."""
+    columns = ["first s", "fwd ms", "f+b ms"] + ["called"] * (device == "cuda")
+    return f"{'':44s}" + "".join(f" {column:>9s}" for column in columns)
+
+
+def main() -> None:
+    args = options(__doc__).parse_args()
     whole = load_config(args.config)
     config = whole.model
     torch.manual_seed(0)
     x = torch.randn(args.batch, args.tokens, config.dim, device=args.device, dtype=torch.bfloat16).requires_grad_()
     documents = (torch.rand(args.batch, args.tokens, device=args.device) < 5e-4).cumsum(1).int()
     print(f"B{args.batch} T{args.tokens} on {args.device}")
-    titles = ["first s", "fwd ms", "f+b ms"] + ["called"] * (args.device == "cuda")
-    print(f"{'':44s}" + "".join(f" {title:>9s}" for title in titles))
+    print(titles(args.device))
     for compiled in (False, True):
         block = our_block(whole, args.device, compiled)
         weights = list(block.parameters())

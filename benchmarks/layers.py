@@ -8,7 +8,6 @@ the first call, which compiles, apart. Errors of the outputs: RMS over RMS, of t
 the device for numbers cannot be recorded and is timed as called.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from block import time_both
+from block import options, time_both, titles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -150,11 +149,7 @@ def time_experts(config: ModelConfig, x: Tensor, device: str) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", default="hymo_750m")
-    p.add_argument("--batch", type=int, default=4)
-    p.add_argument("--tokens", type=int, default=4096)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p = options(__doc__)
     p.add_argument("--only", nargs="+", choices=("attention", "experts"), default=["attention", "experts"])
     args = p.parse_args()
     config, shape = load_config(args.config).model, (args.batch, args.tokens)
@@ -162,8 +157,7 @@ def main() -> None:
     documents = (torch.rand(shape, device=args.device) < 5e-4).cumsum(1).int()
     starts = args.batch + int((documents[:, -1] - documents[:, 0]).sum())
     print(f"B{args.batch} T{args.tokens} on {args.device}, {starts} documents in {args.batch} rows")
-    titles = ["first s", "fwd ms", "f+b ms"] + ["called"] * (args.device == "cuda")
-    print(f"{'':44s}" + "".join(f" {title:>9s}" for title in titles))
+    print(titles(args.device))
     if "attention" in args.only:
         time_attention(config, *shape, documents, args.device)
     if "experts" in args.only:

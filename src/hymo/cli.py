@@ -376,11 +376,10 @@ def run_keys(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.config_io import describe_keys
 
     no_overrides(overrides, "keys")
-    name, rows = args.section, describe_keys()
-    if name is not None:
-        rows = [row for row in rows if name in (row[0], *row[0].split("."))]
+    name, every = args.section, describe_keys()
+    rows = [row for row in every if name is None or name in (row[0], *row[0].split("."))]
     if not rows:
-        keys = [row[0] for row in describe_keys()]
+        keys = [row[0] for row in every]
         near = difflib.get_close_matches(name, [*SECTIONS, *keys, *(key.partition(".")[2] for key in keys)], 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise HyMoError(f"keys: found {name!r}; {meant}accepted: {', '.join(SECTIONS)}, or a key (training.seq_len)")

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import torch.nn.functional as F
 
 from hymo.kernels import cross_entropy
 from hymo.kernels.cross_entropy import IGNORE, chunk_rows, linear_cross_entropy
+from interpreter import run_interpreted
 
 
 def example(terms=2, n=23, d=8, v=37, dtype=torch.float32, masked=0.2):
@@ -194,7 +192,4 @@ print(json.dumps(worst))
 
 def test_the_triton_kernel_in_the_interpreter():
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) < 2e-6
+    assert json.loads(run_interpreted("-c", INTERPRETED)) < 2e-6

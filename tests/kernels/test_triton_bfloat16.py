@@ -1,14 +1,12 @@
 """The recurrence's kernels with bfloat16's roundings on the CPU, in the forms taken on a GPU, against float64."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hymo.kernels.recurrence import HAS_TRITON
+from interpreter import run_interpreted
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 # dg and dA_log: above these is one where factors are in one part, where what enters the state's gradient is in one, and
@@ -28,11 +26,7 @@ DECAYS = {
 
 @pytest.fixture(scope="module")
 def results():
-    script = Path(__file__).with_name("interpret_bfloat16.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_interpreted(str(Path(__file__).with_name("interpret_bfloat16.py"))))
 
 
 @pytest.mark.parametrize("case", DECAYS)

@@ -1,14 +1,12 @@
 """The Triton kernels on the CPU, in Triton's interpreter, against float64 (float32 and float16)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hymo.kernels.recurrence import HAS_TRITON, _next_power_of_2
+from interpreter import run_interpreted
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 SCRIPT = Path(__file__).with_name("interpret_recurrence.py")
@@ -29,10 +27,7 @@ TOLERANCES = {
 
 @pytest.fixture(scope="module")
 def results():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_interpreted(str(SCRIPT)))
 
 
 @pytest.mark.parametrize("case", TOLERANCES)

@@ -49,14 +49,12 @@ class RankPlan:
     def largest_micro_batch(self, **changes: object) -> int:
         """The most sequences of a micro-batch that fit into the device's memory; 0 where one does not."""
         assert self.device is not None
-        high = -(-self.config.training.global_batch_size // self.gpus)
-
-        room = self.device.memory
+        high, room = -(-self.config.training.global_batch_size // self.gpus), self.device.memory
 
         def fits(size: int) -> bool:
             return self.with_training(micro_batch_size=size, **changes).memory.needed <= room
 
-        if self.config.training.cuda_graphs:  # the two largest record nothing: memory does not grow all the way
+        if self.config.training.cuda_graphs:  # up to two micro-batches record nothing: needs do not grow all the way
             return next((size for size in range(high, 0, -1) if fits(size)), 0)
         return bisect.bisect_left(range(1, high + 1), True, key=lambda size: not fits(size))
 
