@@ -163,6 +163,9 @@ def _call(modules, where, rank, world_size, store, args):
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
+        # Gloo's ranks connect one after the other: one that is through, has nothing to say and leaves closes the
+        # connection while another still makes its own ("Connection closed by peer").
+        dist.barrier()
         return getattr(modules[file], name)(*args)
     finally:
         dist.destroy_process_group()
