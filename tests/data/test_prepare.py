@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hymo.data import DataError, TokenSet, cache_folder, count_samples, left_over_tokens, make_batch, sample_order
+from hymo.data import (
+    DataError,
+    TokenSet,
+    build,
+    cache_folder,
+    count_samples,
+    left_over_tokens,
+    make_batch,
+    sample_order,
+)
 from hymo.data.parts import digests
 from hymo.data.prepare import prepare
 
@@ -306,6 +315,25 @@ def test_named_validation_sets(tmp_path, settings):
     data = prepare(settings([source], val={"other": [str(other)]}))
     assert sorted(data.val) == ["other", "val"]
     assert documents(data.val["other"]) == [path.read_bytes() for path in sorted(other.iterdir())]
+
+
+def test_data_sets_beside_others_in_a_validation_set_are_read_as_such(tmp_path, settings):
+    """A data set was one only where it stood alone: beside other paths its manifests were read as text."""
+    source, other = write_texts(tmp_path / "text", 20), write_texts(tmp_path / "other", 4)
+    a = build([write_texts(tmp_path / "a", 30)], tmp_path / "A", tokenizer="bytes", val_fraction=0.2, workers=0).folder
+    b = build([write_texts(tmp_path / "b", 40)], tmp_path / "B", tokenizer="bytes", val_fraction=0.2, workers=0).folder
+    val = {"both": [str(a), str(b)], "mixed": [str(other), str(a)]}
+    data = prepare(settings([source], val=val))
+    held_out = {folder: documents(TokenSet(folder / "val")) for folder in (a, b)}
+    texts = [path.read_bytes() for path in sorted(other.iterdir())]
+    assert documents(data.val["both"]) == held_out[a] + held_out[b]
+    assert documents(data.val["mixed"]) == texts + held_out[a]
+
+
+def test_a_data_set_may_lie_below_the_home_folder(tmp_path, settings, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    built = build([write_texts(tmp_path / "a", 30)], tmp_path / "A", tokenizer="bytes", val_fraction=0.2, workers=0)
+    assert prepare(settings(["~/A"])).train.folder == built.folder / "train"
 
 
 def test_a_mix_of_several_tokenizers_is_refused(tmp_path, settings, bpe_file):

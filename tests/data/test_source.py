@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import hymo.data.readers as readers
-from hymo.data import DataError, open_source, read_documents
+from hymo.data import DataError, build, open_source, read_documents
 
 
 def texts(entries) -> list[bytes]:
@@ -143,6 +143,16 @@ def test_bad_entries(tmp_path: Path):
         assert re.search(re.escape(str(entry)), str(error.value))
     with pytest.raises(DataError, match="the list is empty"):
         open_source([])
+
+
+def test_a_data_set_is_no_text_but_a_folder_with_a_data_json_may_be(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "data.json").write_text('[{"text": "a record"}]')
+    assert texts([tmp_path / "text"]) == [b"a record"]
+    build([tmp_path / "text"], tmp_path / "A", tokenizer="bytes", workers=0)
+    for entries in ([tmp_path / "A"], [tmp_path / "text", tmp_path / "A"]):
+        with pytest.raises(DataError, match=r"data.source: '.*A' is a data set that hymo data build made; accepted: "):
+            open_source(entries)
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ from hymo.data.bpe import train_bpe
 from hymo.data.parts import Job, NoTextError, Split, digests, units_of, write_token_sets
 from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
-from hymo.data.source import Source, check_unchanged, open_source
+from hymo.data.source import DATA, Source, check_unchanged, open_source
 from hymo.data.tokenize import FileTokenizer, Tokenizer, open_tokenizer
 
-DATA = "data.json"
 FORMAT = "hymo data set 1"
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
@@ -46,11 +45,6 @@ class BuildReport:
     faults: list[str]
 
 
-def is_data_set(path: str | Path) -> bool:
-    """Whether a path is a folder that `hymo data build` made."""
-    return Path(path, DATA).is_file()
-
-
 def read_description(folder: str | Path) -> dict[str, Any]:
     """data.json of a built folder. Raises DataError."""
     path = Path(folder, DATA)
@@ -66,7 +60,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 def open_data_set(path: str | Path, tokenizer: Tokenizer) -> Path:
     """The folder of a built data set, whose tokenizer must be the given one. Raises DataError."""
-    folder = Path(path).absolute()
+    folder = Path(path).expanduser().absolute()
     described = read_description(folder)
     if described["tokenizer_fingerprint"] != tokenizer.fingerprint:
         right = folder / TOKENIZER if (folder / TOKENIZER).exists() else "bytes"

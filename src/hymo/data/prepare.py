@@ -1,6 +1,7 @@
 """From `data.*` settings to token sets: built once into a cache folder, or opened where `hymo data build` made them."""
 
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,11 @@ from typing import Any, Protocol
 
 from filelock import FileLock
 
-from hymo.data.dataset import is_data_set, open_data_set
+from hymo.data.dataset import open_data_set
 from hymo.data.parts import SETS, Job, Progress, Split, write_token_sets
 from hymo.data.readers import TEXT_COLUMN, DataError
 from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_over
-from hymo.data.source import Source, check_unchanged, open_source
+from hymo.data.source import Source, check_unchanged, is_data_set, open_source
 from hymo.data.tokenize import Tokenizer, open_tokenizer
 
 _LAYOUT = "hymo-cache-4"  # part of every cache key: raised when what is written changes
@@ -70,26 +71,21 @@ def prepare(config: DataSettings, progress: Progress | None = None) -> TokenData
     groups: Mapping[str, Sequence[str] | None] = {"all": None} if paths is None else {"all": list(paths.values())}
     if paths is not None and (shares is not None or any(is_data_set(path) for path in paths.values())):
         groups = {name: [path] for name, path in paths.items()}  # each on its own
-    named = {name: [e] if isinstance(e, str) else e for name, e in (getattr(config, "val", None) or {}).items()}
-    root = cache_folder(config.cache_dir)
-    column = getattr(config, "text_column", TEXT_COLUMN)
-    wanted = [_wanted(entries, column, tokenizer, root, config.val_fraction) for entries in groups.values()]
-    wanted_val = [_wanted(entries, column, tokenizer, root, 1.0) for entries in named.values()]
-    _build_missing([*wanted, *wanted_val], config.tokenizer, progress)
+    wanted = [_wanted(entries, config, tokenizer, config.val_fraction) for entries in groups.values()]
+    named = {name: _wanted_whole(entries, config, tokenizer) for name, entries in _named(config).items()}
+    _build_missing([*wanted, *itertools.chain(*named.values())], config.tokenizer, progress)
     train = TokenSet(*(one.target / "train" for one in wanted), shares=shares)
     val = {"val": TokenSet(*(one.target / "val" for one in wanted))}
     if len(wanted) > 1:
         val |= {f"val_{name}": TokenSet(one.target / "val") for name, one in zip(groups, wanted, strict=True)}
-    val |= {name: TokenSet(one.target / "val") for name, one in zip(named, wanted_val, strict=True)}
+    val |= {name: TokenSet(*(one.target / "val" for one in whole)) for name, whole in named.items()}
     return TokenData(train, {name: one for name, one in val.items() if one.n_documents}, tokenizer)
 
 
 def prepare_whole(entries: Sequence[str], config: DataSettings, progress: Progress | None = None) -> TokenSet:
     """All documents of files, folders or data sets as one token set, nothing held out. Raises DataError."""
     tokenizer = open_tokenizer(config.tokenizer)
-    groups = [[entry] for entry in entries] if any(is_data_set(entry) for entry in entries) else [entries]
-    column = getattr(config, "text_column", TEXT_COLUMN)
-    wanted = [_wanted(group, column, tokenizer, cache_folder(config.cache_dir), 1.0) for group in groups]
+    wanted = _wanted_whole(entries, config, tokenizer)
     _build_missing(wanted, config.tokenizer, progress)
     token_set = TokenSet(*(one.target / name for one in wanted for name in SETS))
     if not token_set.n_documents:
@@ -97,14 +93,24 @@ def prepare_whole(entries: Sequence[str], config: DataSettings, progress: Progre
     return token_set
 
 
-def _wanted(
-    entries: Sequence[str] | None, column: str, tokenizer: Tokenizer, root: Path, val_fraction: float
-) -> _Wanted:
+def _named(config: DataSettings) -> dict[str, Sequence[str]]:
+    """The further validation sets of `data.val`, by name."""
+    return {name: [e] if isinstance(e, str) else e for name, e in (getattr(config, "val", None) or {}).items()}
+
+
+def _wanted_whole(entries: Sequence[str], config: DataSettings, tokenizer: Tokenizer) -> list[_Wanted]:
+    """Entries of which nothing is held out, each on its own where one of them is a data set."""
+    groups = [[entry] for entry in entries] if any(is_data_set(entry) for entry in entries) else [entries]
+    return [_wanted(group, config, tokenizer, 1.0) for group in groups]
+
+
+def _wanted(entries: Sequence[str] | None, config: DataSettings, tokenizer: Tokenizer, val_fraction: float) -> _Wanted:
     if entries is not None and len(entries) == 1 and is_data_set(entries[0]):
         return _Wanted(open_data_set(entries[0], tokenizer))
-    source = open_source(entries, column=column)
+    source = open_source(entries, column=getattr(config, "text_column", TEXT_COLUMN))
     settings = f"{_LAYOUT}|{source.fingerprint()}|{tokenizer.fingerprint}|{val_fraction!r}"
-    return _Wanted(root / hashlib.blake2b(settings.encode(), digest_size=12).hexdigest(), source, val_fraction)
+    name = hashlib.blake2b(settings.encode(), digest_size=12).hexdigest()
+    return _Wanted(cache_folder(config.cache_dir) / name, source, val_fraction)
 
 
 def _build_missing(wanted: Sequence[_Wanted], tokenizer: str, progress: Progress | None) -> None:

@@ -27,6 +27,7 @@ from hymo.data.readers import (
 
 __all__ = ["DataError", "Document", "Piece", "Source", "SourceFile", "open_source", "read_documents"]
 
+DATA = "data.json"  # describes a data set that `hymo data build` made
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
@@ -146,6 +147,15 @@ def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False, colu
     return Source(tuple(files), ", ".join(str(entry) for entry in entries), column, tuple(binary))
 
 
+def is_data_set(path: str | Path) -> bool:
+    """Whether a path is a folder that `hymo data build` made, by what its data.json says."""
+    try:
+        with open(Path(path, DATA).expanduser(), "rb") as file:
+            return b'"hymo data set' in file.read(64)
+    except OSError:
+        return False
+
+
 def check_unchanged(source: Source) -> None:
     """Raises DataError when a file of the source is not as it was when the source was opened."""
     now = []
@@ -181,6 +191,11 @@ def _files_of(entry: str, column: str, binary: list[str]) -> list[SourceFile]:
     if not path.exists():
         raise DataError(
             f"data.source: {entry!r} does not exist; accepted: files or folders of text, .json, .jsonl, .parquet"
+        )
+    if is_data_set(path):
+        raise DataError(
+            f"data.source: {entry!r} is a data set that hymo data build made; accepted: text here, and the data set as"
+            " an entry of data.source or data.val of hymo train, or of hymo eval --data"
         )
     if path.is_dir():
         walked = [_as_found(file, column) for file in _walk(path)]
