@@ -16,36 +16,25 @@ from typing import Any
 import torch
 
 from hymo.checkpoint import store
-from hymo.checkpoint.manifest import MANIFEST, damaged, refuse_weights_only
+from hymo.checkpoint.manifest import MANIFEST, damaged, write_atomically
 from hymo.config import HyMoConfig
-from hymo.config_io import build_config, load_config, merge, parse_overrides, read_yaml, to_dict, to_yaml
+from hymo.config_io import build_config, merge, parse_overrides, to_yaml
 from hymo.data.tokenize import Tokenizer, open_tokenizer
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo, build_hymo
+from hymo.observe.watchdog import STACKS
 from hymo.training.flags import thread_optimization_flags
 
 CONFIG, METRICS, TOKENIZER, SAMPLES = "config.yaml", "metrics.jsonl", "tokenizer.json", "samples.jsonl"
 
-# What a resumed run may change: where and how often things happen, not the mathematics.
-FREE_KEYS = {
-    "training": {
-        "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
-        "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn", "cuda_graphs",
-        "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
-        "spike_guard", "loss_nan_skip", "activation_checkpointing", "patience_s", "timeout_s",
-    },
-    "data": {"cache_dir", "val", "workers"},
-}  # fmt: skip
-FREE_SECTIONS = ("checkpoint", "logging")
-MOVABLE = ("data.source", "data.tokenizer")
-"""Keys that name places: the checkpoint's fingerprint says whether what lies there now is the same."""
-
 
 def reserve_run_dir(name: str, root: Path = Path("runs")) -> Path:
     """Make the next free ``runs/NAME-N``; of two runs that start at once, each gets its own."""
+    number = max(_run_numbers(name, root), default=0)
     while True:
-        folder = root / f"{name}-{max(_run_numbers(name, root), default=0) + 1}"
+        number += 1  # also where a name is taken that is not seen: file systems that take Exp-1 for exp-1
+        folder = root / f"{name}-{number}"
         try:
             folder.mkdir(parents=True)
             return folder
@@ -120,58 +109,34 @@ def newest_run_dir(name: str, root: Path = Path("runs")) -> Path:
 
 
 def _run_numbers(name: str, root: Path) -> list[int]:
-    tails = [path.name.removeprefix(f"{name}-") for path in root.glob(f"{name}-*")]
-    return [int(tail) for tail in tails if tail.isdigit()]
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    tails = [found.removeprefix(f"{name}-") for found in names if found.startswith(f"{name}-")]
+    return [int(tail) for tail in tails if tail.isdecimal()]
+
+
+def holds_something(run_dir: Path) -> bool:
+    """Whether a folder holds more than a run leaves there that never began: its lock, stacks, hidden files."""
+    if not run_dir.is_dir():
+        return run_dir.exists()
+    return any(not path.name.startswith(".") and path.name != STACKS for path in run_dir.iterdir())
 
 
 def refuse_existing(run_dir: Path) -> None:
     """A new run never writes over an old one."""
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if holds_something(run_dir):
         raise HyMoError(f"--run-dir: {run_dir} exists already; accepted: --resume to go on with it, or another name")
 
 
 def refuse_foreign(run_dir: Path) -> None:
     """--resume goes on with a run or starts one in an empty folder, never among other files."""
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())) and not (run_dir / CONFIG).is_file():
+    if holds_something(run_dir) and not (run_dir / CONFIG).is_file():
         raise HyMoError(f"--run-dir: {run_dir} holds files and no run; accepted: the folder of a run, or an empty one")
 
 
 def write_config(run_dir: Path, config: HyMoConfig) -> None:
     """Write RUN/config.yaml whole or not at all."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / f".{CONFIG}.part"
-    temporary.write_text("# The resolved configuration of this run.\n" + to_yaml(config), encoding="utf-8")
-    temporary.replace(run_dir / CONFIG)
-
-
-def resumed_config(
-    run_dir: Path, path: Path | None, overrides: Sequence[str]
-) -> tuple[HyMoConfig, dict[str, tuple[Any, Any]]]:
-    """The configuration a run goes on with, and what differs of the keys that may.
-
-    Without a file, the run's own with the overrides on top. A key that changes the mathematics must be what it was;
-    where text and tokenizer lie may be another place, if there is a checkpoint, whose fingerprint is compared when they
-    are read (`hymo.training.recovery.restore`).
-    """
-    before = load_config(run_dir / CONFIG)
-    base = to_dict(before) if path is None else read_yaml(path)
-    asked = merge(base, parse_overrides(overrides))
-    if not (asked.get("training") or {}).get("init_from"):  # where it began stays known
-        asked = merge(asked, {"training": {"init_from": before.training.init_from}})
-    after = with_absolute_paths(build_config(asked))
-    differing = changed_keys(before, after)
-    newest = store.latest(run_dir)
-    if newest is not None:  # before any text is read
-        refuse_weights_only(newest, store.read_manifest(newest))
-    places = MOVABLE if newest is not None else ()
-    changed = {key: values for key, values in differing.items() if not _is_free(key) and key not in places}
-    if changed:
-        lines = [f"{key}: the run has {old!r}, found {new!r}" for key, (old, new) in changed.items()]
-        if any(key.startswith("scheduler.") for key in changed):
-            lines.append("a longer run or another decay is a new run: hymo branch RUN --extend TOTAL, or --at STEP")
-        raise HyMoError("\n".join([*lines, f"--resume {run_dir}: accepted: the values the run began with"]))
-    refuse_absent_text(after)
-    return after, differing
+    write_atomically(run_dir / CONFIG, "# The resolved configuration of this run.\n" + to_yaml(config))
 
 
 def refuse_absent_text(config: HyMoConfig, *, instead: str = "") -> None:
@@ -193,23 +158,6 @@ def refuse_absent_text(config: HyMoConfig, *, instead: str = "") -> None:
         )
     if lines:
         raise HyMoError("\n".join(lines))
-
-
-def changed_keys(before: HyMoConfig, after: HyMoConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ: key -> (before, after)."""
-    old, new = to_dict(before), to_dict(after)
-    return {
-        f"{section}.{key}": (old[section][key], new[section][key])
-        for section in old
-        for key in old[section]
-        if old[section][key] != new[section][key]
-    }
-
-
-def _is_free(key: str) -> bool:
-    """Whether a resumed run may change a key: it does not touch the mathematics."""
-    section, _, leaf = key.partition(".")
-    return section in FREE_SECTIONS or leaf in FREE_KEYS.get(section, ())
 
 
 @dataclass(frozen=True)

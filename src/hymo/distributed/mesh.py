@@ -30,6 +30,11 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def may_be_restarted() -> bool:
+    """Whether torchrun's elastic agent would start this job again after a failure (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 def restarted_by_torchrun() -> bool:
     """Whether torchrun's elastic agent started this job again after a failure: it then goes on where it was."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -28,7 +28,6 @@ from hymo.observe.watchdog import Watchdog
 from hymo.plan import parameter_counts
 from hymo.runs import (
     CONFIG,
-    MOVABLE,
     SAMPLES,
     absolute_path,
     check_run_dir,
@@ -40,10 +39,10 @@ from hymo.runs import (
     refuse_existing,
     refuse_foreign,
     reserve_run_dir,
-    resumed_config,
     with_absolute_paths,
 )
 from hymo.training.flags import refuse_flags, thread_optimization_flags
+from hymo.training.recovery import MOVABLE, resumed_config
 from hymo.training.stop import Stopped, StopRequest
 from hymo.training.trainer import Trainer
 
@@ -62,6 +61,10 @@ def train(
     steps = None if profile is None else parse_range(profile)
     if init_from is not None:
         overrides = [*overrides, f"--training.init_from={json.dumps(absolute_path(init_from))}"]
+    if run_dir is None and mesh.may_be_restarted():  # the newest run of this name may be another job's
+        raise HyMoError(
+            "--run-dir: found none under torchrun --max-restarts; accepted: the folder that a restart takes"
+        )
     resume = resume or mesh.restarted_by_torchrun()
     folder = check_run_dir(run_dir) if run_dir else newest_run_dir(path.stem) if resume else None
     goes_on = resume and folder is not None and (folder / CONFIG).is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from hymo.checkpoint import store
 from hymo.checkpoint.branch import Branch, read_branch
 from hymo.checkpoint.manifest import Manifest, refuse_weights_only
 from hymo.config import HyMoConfig
-from hymo.config_io import to_dict
+from hymo.config_io import build_config, load_config, merge, parse_overrides, read_yaml, to_dict
 from hymo.data.shards import TokenSet
 from hymo.distributed import reduce
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo
 from hymo.optim.build import Optimizers
+from hymo.runs import CONFIG, refuse_absent_text, with_absolute_paths
 
 SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6.0
 
@@ -91,6 +92,71 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {"hymo": hymo.__version__, "torch": torch.__version__},
     }
+
+
+# What a resumed run may change: where and how often things happen, not the mathematics.
+FREE_KEYS = {
+    "training": {
+        "micro_batch_size", "gradient_accumulation_steps", "device", "fsdp", "reshard", "replicas",
+        "reduce_each_micro_batch", "fused_gdn", "torch_compile_gdn", "cuda_graphs",
+        "consecutive_nan_limit", "eval_every", "eval_tokens", "deterministic", "max_hours",
+        "spike_guard", "loss_nan_skip", "activation_checkpointing", "patience_s", "timeout_s",
+    },
+    "data": {"cache_dir", "val", "workers"},
+}  # fmt: skip
+FREE_SECTIONS = ("checkpoint", "logging")
+MOVABLE = ("data.source", "data.tokenizer")
+"""Keys that name places: the checkpoint's fingerprint says whether what lies there now is the same."""
+
+
+def resumed_config(
+    run_dir: Path, path: Path | None, overrides: Sequence[str]
+) -> tuple[HyMoConfig, dict[str, tuple[Any, Any]]]:
+    """The configuration a run goes on with, and what differs of the keys that may.
+
+    Without a file, the run's own with the overrides on top. A key that changes the mathematics must be what the
+    checkpoint says, which no hand edits; at the point where the run was branched off, what its own file says. Where
+    text and tokenizer lie may be another place, if there is a checkpoint, whose fingerprint is compared when they are
+    read (`restore`).
+    """
+    before = base = load_config(run_dir / CONFIG)
+    newest = store.latest(run_dir)
+    if newest is not None:  # before any text is read
+        manifest = store.read_manifest(newest)
+        refuse_weights_only(newest, manifest)
+        if branched_at(run_dir, manifest) is None:
+            before = build_config(manifest.meta["config"])
+    asked = merge(to_dict(base) if path is None else read_yaml(path), parse_overrides(overrides))
+    if not (asked.get("training") or {}).get("init_from"):  # where it began stays known
+        asked = merge(asked, {"training": {"init_from": before.training.init_from}})
+    after = with_absolute_paths(build_config(asked))
+    differing = changed_keys(before, after)
+    places = MOVABLE if newest is not None else ()
+    changed = {key: values for key, values in differing.items() if not _is_free(key) and key not in places}
+    if changed:
+        lines = [f"{key}: the run has {old!r}, found {new!r}" for key, (old, new) in changed.items()]
+        if any(key.startswith("scheduler.") for key in changed):
+            lines.append("a longer run or another decay is a new run: hymo branch RUN --extend TOTAL, or --at STEP")
+        raise HyMoError("\n".join([*lines, f"--resume {run_dir}: accepted: the values the run began with"]))
+    refuse_absent_text(after)
+    return after, differing
+
+
+def changed_keys(before: HyMoConfig, after: HyMoConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that differ: key -> (before, after)."""
+    old, new = to_dict(before), to_dict(after)
+    return {
+        f"{section}.{key}": (old[section][key], new[section][key])
+        for section in old
+        for key in old[section]
+        if old[section][key] != new[section][key]
+    }
+
+
+def _is_free(key: str) -> bool:
+    """Whether a resumed run may change a key: it does not touch the mathematics."""
+    section, _, leaf = key.partition(".")
+    return section in FREE_SECTIONS or leaf in FREE_KEYS.get(section, ())
 
 
 def restore(

@@ -1,0 +1,62 @@
+"""Names and folders of runs."""
+
+import pytest
+
+from hymo.cli import main
+from hymo.errors import HyMoError
+from hymo.runs import newest_run_dir, refuse_existing, refuse_foreign, reserve_run_dir
+
+
+@pytest.mark.parametrize("name", ["tiny", "exp[1]", "a*b", "x?"])
+def test_numbers_go_on_whatever_the_name(name, tmp_path):
+    made = [reserve_run_dir(name, tmp_path).name for _ in range(3)]
+    assert made == [f"{name}-{number}" for number in (1, 2, 3)]
+    assert newest_run_dir(name, tmp_path) == tmp_path / f"{name}-3"
+
+
+def test_what_is_no_number_is_no_run(tmp_path):
+    for name in ("tiny-2-decay-7", "tiny-²", "tiny-5x", "tinier-9"):
+        (tmp_path / name).mkdir()
+    assert reserve_run_dir("tiny", tmp_path) == tmp_path / "tiny-1"
+
+
+def test_a_name_that_is_taken_unseen_is_passed_over(tmp_path, monkeypatch):
+    """Where Exp-1 and exp-1 are one folder, the listing shows no exp-1."""
+    monkeypatch.setattr("hymo.runs._run_numbers", lambda name, root: [])
+    (tmp_path / "exp-1").mkdir()
+    assert reserve_run_dir("exp", tmp_path) == tmp_path / "exp-2"
+
+
+def test_a_run_that_never_began_is_no_run(tmp_path):
+    """A start that fails after its lock leaves the lock, and stacks where a rank hung: both ways of starting go on."""
+    run = tmp_path / "run"
+    (run / "stacks").mkdir(parents=True)
+    (run / ".lock").touch()
+    refuse_existing(run)
+    refuse_foreign(run)
+    (run / "notes.txt").touch()
+    with pytest.raises(HyMoError, match="exists already"):
+        refuse_existing(run)
+    with pytest.raises(HyMoError, match="holds files and no run"):
+        refuse_foreign(run)
+
+
+def test_a_start_that_failed_can_be_made_again(trained_run, small_flags, tmp_path, capsys):
+    words = ["train", *small_flags, "--scheduler.total_steps=1", "--run-dir", str(tmp_path / "run")]
+    damaged = tmp_path / "damaged"
+    for file in (trained_run / "checkpoints/step-6").iterdir():
+        target = damaged / "checkpoints/step-6" / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content = bytearray(file.read_bytes())
+        if file.suffix == ".distcp":
+            content[len(content) // 2] ^= 1
+        target.write_bytes(content)
+    assert main([*words, "--init-from", str(damaged)]) != 0
+    assert main(words) == 0, capsys.readouterr().err
+
+
+def test_torchrun_that_may_restart_wants_a_folder(monkeypatch, capsys):
+    """A restart without one would go on with the newest run of that name, whoever's it is."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert main(["train"]) == 2
+    assert "--run-dir: found none under torchrun --max-restarts" in capsys.readouterr().err
