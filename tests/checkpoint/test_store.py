@@ -293,6 +293,23 @@ def test_retention_of_nothing(tmp_path):
         manifest.prune(tmp_path, keep=0)
 
 
+def test_a_checkpoint_that_cannot_be_removed_ends_nothing(tmp_path, state, monkeypatch):
+    """It stays, the others go, and what was saved is returned; also where the folder cannot be listed."""
+    for step in (1, 2):
+        save(tmp_path, step, step, state, {})
+    (tmp_path / "checkpoints" / ".removing-step-1").write_text("a folder cannot be renamed to a file")
+    with pytest.warns(UserWarning, match=r"step-1 could not be removed: .*\.removing-step-1"):
+        assert save(tmp_path, 3, 3, state, {}, keep=1).name == "step-3"
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+    def stale(*args):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(manifest, "prune", stale)
+    with pytest.warns(UserWarning, match="Stale file handle"):
+        assert save(tmp_path, 4, 4, state, {}, keep=1).name == "step-4"
+
+
 def test_leftovers_of_killed_saves_are_swept(tmp_path, state):
     (tmp_path / "checkpoints" / ".writing-step-9-a9").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".removing-step-8").mkdir()

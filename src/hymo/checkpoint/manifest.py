@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -213,7 +214,8 @@ def prune(
 
     Kept: the newest ``keep`` whole ones (None = all; at least the last good one always), those whose step is a multiple
     of ``keep_every``, those whose step is in ``protect`` (the last at the peak rate, u = N - D), and pinned ones
-    (parents of branches). Damaged folders are not counted and not touched: they are evidence.
+    (parents of branches). Damaged folders are not counted and not touched: they are evidence. One that cannot be
+    removed stays, with a warning.
     """
     if keep is None:
         return []
@@ -225,8 +227,12 @@ def prune(
         multiple = keep_every is not None and step % keep_every == 0
         if multiple or step in protected or path.with_name(path.name + PIN).exists():
             continue
-        remove(path)
-        removed.append(path)
+        try:
+            remove(path)
+        except OSError as error:
+            warnings.warn(f"{path} could not be removed: {error}", stacklevel=2)
+        else:
+            removed.append(path)
     return removed
 
 

@@ -132,7 +132,10 @@ def save(
         raise CheckpointError(f"step {step} could not be saved in {run_dir}: " + "; ".join(problems))
     assert final is not None
     if rank(group) == 0:
-        files.prune(run_dir, keep, keep_every, protect)
+        try:
+            files.prune(run_dir, keep, keep_every, protect)
+        except OSError as error:  # what was saved is saved
+            warnings.warn(f"old checkpoints in {run_dir} could not be removed: {error}", stacklevel=2)
     return final
 
 
