@@ -1,6 +1,8 @@
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +162,48 @@ def test_kill_9_then_the_same_command_goes_on(tmp_path, small_units, workers):
     }
     whole = build([source], tmp_path / "whole", vocab_size=400, workers=0)
     assert same(tmp_path / "out", whole.folder)
+
+
+def test_a_kill_at_any_file_operation_of_the_end_leaves_nothing_of_unknown_settings(tmp_path, monkeypatch):
+    """The plan was removed before the rename: killed in between, the next build took the tokenizer of other text."""
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text("aaaa bbbb cccc\n" * 2000)
+    other.write_text("The quick brown fox jumps over lazy dogs.\n" * 2000)
+    out, left = tmp_path / "out", 0
+    whole = build([one], tmp_path / "whole", vocab_size=300, workers=0)
+
+    class Killed(BaseException):
+        pass
+
+    for method, killed_at in ((os, "rename"), (Path, "unlink"), (shutil, "rmtree")):
+        original = getattr(method, killed_at)
+
+        def dies(path, *rest, original=original, **options):
+            if str(path).startswith((f"{out}.part", f"{out}{os.sep}")):
+                raise Killed
+            return original(path, *rest, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(method, killed_at, dies)
+            with contextlib.suppress(Killed):
+                build([one], out, vocab_size=300, workers=0)
+        if not out.exists():
+            left += 1
+            with pytest.raises(DataError, match="holds an unfinished build"):
+                build([other], out, vocab_size=400, workers=0)
+            build([one], out, vocab_size=300, workers=0)
+        assert same(out, whole.folder)
+        shutil.rmtree(out)
+    assert left == 1
+
+
+def test_a_folder_of_other_files_is_no_unfinished_build(tmp_path, bpe_file):
+    source = write_jsonl(tmp_path / "a.jsonl", 20)
+    (tmp_path / "out.part").mkdir()
+    shutil.copy(bpe_file, tmp_path / "out.part" / "tokenizer.json")
+    with pytest.raises(DataError, match=r"--out: .*out.part holds files and no plan.json; remove it, or give another"):
+        build([source], tmp_path / "out", vocab_size=300, workers=0)
+    assert (tmp_path / "out.part" / "tokenizer.json").exists()
 
 
 @needs_posix

@@ -119,20 +119,22 @@ def build(
                     raise
         except Timeout:
             raise DataError(f"--out: another process is building {target} now") from None
-        for name in (PLAN, ".lock", "journal"):
-            path = work / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         os.rename(work, target)
         sync_folder(target.parent)
+        for name in (PLAN, ".lock", "journal"):  # last: without its plan, what is built would be of unknown settings
+            path = target / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return BuildReport(target, str(target / TOKENIZER) if report[0] != "bytes" else "bytes", *report[1:])
 
 
 def _agree_with_plan(path: Path, settings: dict[str, Any]) -> None:
-    """Note the settings of a new build; refuse to go on with a build of other settings.
+    """Note the settings of a new build; refuse to go on with a build of other settings, or of unknown ones.
 
     --skip-bad may be added, as one does after a broken line: the parts that are done hold none.
     """
     before = json.loads(path.read_text()) if path.exists() else None
+    if before is None and {found.name for found in path.parent.iterdir()} - {".lock", path.with_suffix(".tmp").name}:
+        raise DataError(f"--out: {path.parent} holds files and no {path.name}; remove it, or give another --out")
     if before is None or before | {"skip_bad": True} == settings:
         write_synced(path.with_suffix(".tmp"), json.dumps(settings).encode())
         os.replace(path.with_suffix(".tmp"), path)
