@@ -113,6 +113,38 @@ def test_flags_in_every_spelling():
     assert load_config(None, ["--data.source", "[a, b]"]).data.source == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("key", "word", "value"),
+    [
+        ("data.source", "/data/corpus #2", ["/data/corpus #2"]),
+        ("data.source", "2024-11-29", ["2024-11-29"]),
+        ("data.source", "2024", ["2024"]),
+        ("data.source", "a: b.txt", ["a: b.txt"]),
+        ("data.source", "[draft].txt", ["[draft].txt"]),
+        ("data.source", "null", None),
+        ("data.source", "'x'", ["x"]),
+        ("data.tokenizer", "tok.json#<|end|>", "tok.json#<|end|>"),
+        ("data.tokenizer", "42", "42"),
+        ("data.cache_dir", "null", None),
+        ("data.cache_dir", "/tmp/true", "/tmp/true"),
+        ("data.text_column", "true", "true"),
+        ("logging.sample_prompt", "def ", "def "),
+        ("logging.sample_prompt", "# Title", "# Title"),
+        ("logging.sample_prompt", "Q: why?", "Q: why?"),
+        ("logging.sample_prompt", "[INST] so", "[INST] so"),
+        ("logging.sample_prompt", '"a\\nb "', "a\nb "),
+        ("logging.sample_prompt", '"He said" and', '"He said" and'),
+        ("logging.sample_prompt", "", ""),
+    ],
+)
+def test_a_word_for_a_key_of_text_is_that_text(key, word, value):
+    section, leaf = key.split(".")
+    for flags in ([f"--{key}={word}"], [f"--{key}", word]):
+        config = load_config(None, flags)
+        assert getattr(getattr(config, section), leaf) == value
+    assert build_config(YAML(typ="safe").load(to_yaml(config))) == config
+
+
 def test_all_faults_at_once_one_line_each():
     found = faults(
         ["--training.micro_batchsize=3", "--model.n_layers", "-1", "--training.fsdp_mixed_precision=float16",
@@ -153,6 +185,10 @@ def test_options_that_never_had_an_effect_are_refused_with_what_to_use(section, 
         (["--training.micro_batch_size=17"], "training.micro_batch_size"),
         (["--scheduler.stable_frac=0.5"], "scheduler"),
         (["--scheduler.warmup_steps=200", "--scheduler.decay_steps=200"], "scheduler"),
+        (["--scheduler.stable_frac=0.83", "--scheduler.decay_steps=200"], "scheduler"),
+        (["--optimizer.orthogonalize=exact", "--optimizer.ns_iterations=3"], "optimizer.ns_iterations"),
+        (["--optimizer.orthogonalize=deepseek_v4", "--optimizer.ns_iterations=10"], "optimizer.ns_iterations"),
+        (["--optimizer.normalize=false", "--optimizer.axis=long"], "optimizer.axis"),
     ],
 )
 def test_impossible_combinations_name_a_key(flags, key):
@@ -196,7 +232,7 @@ def test_numbers_in_yaml_1_2_and_doubled_keys(tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("text", ["- a\n", "3\n", "model: 3\n", "model: [1]\n", "a: b: c\n"])
+@pytest.mark.parametrize("text", ["- a\n", "3\n", "model: 3\n", "model: [1]\n", "a: b: c\n", "a: 2024-13-45\n", "[" * 3000])
 def test_files_of_another_form(tmp_path, text):
     path = tmp_path / "c.yaml"
     path.write_text(text)

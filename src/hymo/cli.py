@@ -128,8 +128,8 @@ def build_parser() -> Parser:
     branch = verbs.add_parser("branch", help="a new run from a checkpoint of the stable phase: a decay, or more steps")
     branch.add_argument("run_dir", metavar="RUN", help="the run to branch from; it stays as it is")
     branch.add_argument("--at", type=int, metavar="STEP", help="the checkpoint's update (default: the newest eligible)")
-    branch.add_argument("--decay", type=int, metavar="STEPS", help="decay over these updates")
-    branch.add_argument("--extend", type=int, metavar="TOTAL", help="instead: go on to this many updates in all")
+    branch.add_argument("--decay", type=int, metavar="STEPS", help="decay over these updates (with --extend: the length of its decay)")
+    branch.add_argument("--extend", type=int, metavar="TOTAL", help="go on to this many updates in all")
     branch.add_argument("--run-dir", dest="new_dir", metavar="DIR", help="the new run's folder")
     branch.add_argument("--create-only", action="store_true", help="make the folder; train it later with --resume")
     branch.set_defaults(run=run_branch, parser=branch)
@@ -309,8 +309,8 @@ def run_bench_part(args: argparse.Namespace, overrides: list[str]) -> int:
 def run_branch(args: argparse.Namespace, overrides: list[str]) -> int:
     from hymo.training.launch import branch
 
-    if (args.decay is None) == (args.extend is None):
-        raise HyMoError("branch: found neither or both of --decay and --extend; accepted: one of the two")
+    if args.decay is None and args.extend is None:
+        raise HyMoError("branch: found neither --decay nor --extend; accepted: one of the two, or both")
     return branch(
         args.run_dir,
         overrides,

@@ -145,7 +145,7 @@ class OptimizerConfig(Section):
     mask: Literal["update", "momentum", "grad"] = "update"
     """what the cautious mask looks at"""
     ns_iterations: int = Field(5, ge=1, le=100)
-    """steps of the orthogonalizer"""
+    """steps of the orthogonalizer (deepseek_v4 and exact have none to choose)"""
     nesterov: bool = True
     """look one momentum step ahead"""
     orthogonalize: Literal["polar_express", "quintic", "you", "cubic", "deepseek_v4", "gram", "exact"] = "polar_express"
@@ -155,7 +155,7 @@ class OptimizerConfig(Section):
     normalize: bool = True
     """the row-wise second moment of NorMuon; false = plain Muon"""
     axis: Literal["row", "long"] = "row"
-    """which axis the second moment keeps: rows (the paper), or the longer one"""
+    """which axis the second moment keeps: rows (the paper), or the longer one; with normalize alone"""
     experts: Literal["adamw", "muon"] = "adamw"
     """who updates the experts' matrices"""
     qk_clip: float | None = Field(None, gt=0)
@@ -231,11 +231,11 @@ class TrainingConfig(Section):
     """FSDP2: auto = on under torchrun or on CUDA, off for one CPU process"""
     reshard: Literal["auto", "layer", "step", "never"] = "auto"
     """gathered weights: layer = freed after each forward; never = kept to the micro-batch's backward; step = kept with
-    their gradients through all micro-batches; auto = step where it fits, else layer"""
+    their gradients through all micro-batches; auto = step where it fits, else layer; with fsdp alone"""
     replicas: int = Field(1, ge=1)
     """copies of the model that FSDP2 keeps (HSDP): each is sharded over ranks / replicas"""
     reduce_each_micro_batch: bool = True
-    """reduce gradients after each micro-batch (less memory), or only after the last (less traffic)"""
+    """reduce gradients after each micro-batch (less memory), or only after the last (less traffic); with fsdp alone"""
     fsdp_mixed_precision: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the computation; parameters, gradients and state are float32"""
     fused_gdn: AutoBool = "auto"
@@ -378,7 +378,7 @@ SECTIONS: dict[str, type[Section]] = {
 def faults_across(config: HyMoConfig) -> list[str]:
     """Combinations that no single key can be blamed for."""
     m, o, t = config.model, config.optimizer, config.training
-    faults = []
+    fields, faults = OptimizerConfig.model_fields, []
 
     def fault(bad: bool, line: str) -> None:
         if bad:
@@ -420,9 +420,19 @@ def faults_across(config: HyMoConfig) -> list[str]:
         "numbers, both are the momentum",
     )
     fault(
-        o.scale == "match_rms_adamw" and o.muon_lr == OptimizerConfig.model_fields["muon_lr"].default,
+        o.scale == "match_rms_adamw" and o.muon_lr == fields["muon_lr"].default,
         f"optimizer.scale: found match_rms_adamw with optimizer.muon_lr {o.muon_lr}; accepted: this scale needs a rate "
         "of AdamW's size, set optimizer.muon_lr",
+    )
+    fault(
+        o.orthogonalize in ("deepseek_v4", "exact") and o.ns_iterations != fields["ns_iterations"].default,
+        f"optimizer.ns_iterations: found {o.ns_iterations} with optimizer.orthogonalize {o.orthogonalize}; accepted: "
+        f"left at {fields['ns_iterations'].default}, this one has no number of steps",
+    )
+    fault(
+        o.axis != fields["axis"].default and not o.normalize,
+        f"optimizer.axis: found {o.axis} with optimizer.normalize false; accepted: {fields['axis'].default}, there is "
+        "no second moment",
     )
     if t.micro_batch_size > t.global_batch_size:
         faults.append(

@@ -27,6 +27,9 @@ RETIRED_KEYS = {
 }
 
 
+NOT_YAML = (YAMLError, ValueError, RecursionError)  # the last two: a date such as 2024-13-45, lists in lists
+
+
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)  # YAML 1.2: 1e-4 is a number, and a key given twice is an error
     yaml.default_flow_style = False
@@ -45,7 +48,7 @@ def _read_yaml(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         data = _yaml().load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"]) from None
-    except YAMLError as error:
+    except NOT_YAML as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError([f"{where}: not YAML: {str(problem).splitlines()[0]}"]) from None
@@ -81,7 +84,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """``--section.key value``, ``--section.key=value`` or ``section.key=value`` as a nested dict.
 
-    Values are read as YAML, so ``true``, ``1e-4``, ``null`` and ``[0.3, 0.1]`` mean what they mean in a file.
+    Values are read as YAML, so ``true``, ``1e-4``, ``null`` and ``[0.3, 0.1]`` mean what they mean in a file. Where a
+    key takes text, the word itself is the value, with its blanks, ``#`` and ``:``; quotes around it are taken off.
     """
     out: dict[str, Any] = {}
     faults, rest = [], list(arguments)
@@ -97,14 +101,24 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 faults.append(f"{name}: found no value; accepted: --{name} VALUE")
                 continue
             text = rest.pop(0)
-        try:
-            value = _yaml().load(text) if text else ""
-        except YAMLError:
-            value = text
-        out.setdefault(section, {})[key] = value
+        out.setdefault(section, {})[key] = _value(section, key, text)
     if faults:
         raise ConfigError(faults)
     return out
+
+
+def _value(section: str, key: str, text: str) -> Any:
+    """The word of an option as the value it names."""
+    field = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    kinds = _type_words(field.annotation).split("|") if field is not None else []
+    begins = {"text": ("'", '"'), "paths": ("'", '"', "[", "{")}  # what is YAML all the same
+    kind = "text" if "text" in kinds else "paths" if (section, key) == ("data", "source") else None
+    if kind is not None and not text.startswith(begins[kind]) and not (text == "null" and "null" in kinds):
+        return text
+    try:
+        return _yaml().load(text) if text else ""
+    except NOT_YAML:
+        return text
 
 
 def shipped_configs() -> Path:

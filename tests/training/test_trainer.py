@@ -380,7 +380,7 @@ def test_a_branch_decays_from_the_stable_phase_and_says_what_differs(finished, s
     refused = hymo("branch", str(run_dir), "--at", "6", "--decay", "2", code=2, capsys=capsys)
     assert "accepted: a checkpoint of the stable phase" in refused.err
     refused = hymo("branch", str(run_dir), "--at", "4", code=2, capsys=capsys)
-    assert "neither or both of --decay and --extend" in refused.err
+    assert "found neither --decay nor --extend" in refused.err
 
 
 def test_a_branch_that_cannot_run_here_is_not_made(finished, tmp_path, capsys):
@@ -408,6 +408,8 @@ def test_an_extended_run_repeats_the_rates_before_the_old_decay(finished, tmp_pa
     assert table[-1]["step"] == 10
     assert [row["lr_muon"] for row in table[:5]] == [row["lr_muon"] for row in parent[:5]]
     assert table[5]["lr_muon"] == parent[4]["lr_muon"]
+    words = ["branch", str(run_dir), "--extend", "10", "--decay", "3", "--create-only", "--run-dir", str(tmp_path / "d")]
+    assert "-> [0, 7, 3]" in hymo(*words, capsys=capsys).out  # the length of its decay may be given
 
 
 def test_a_branch_on_other_data_starts_at_its_beginning(finished, tmp_path, capsys):
@@ -572,6 +574,7 @@ def test_a_run_can_be_used_from_another_folder_with_its_own_tokenizer(small_flag
         (["--config", "tiny"], "--config: found tiny beside tiny"),
         (["--model.gdn_erase=beta"], "model.gdn_erase: found beta; accepted: none"),
         (["--data.source=/no/such/folder"], "/no/such/folder"),
+        (["--training.replicas=2"], "training.replicas: found 2 for a model that is not sharded"),
     ],
 )
 def test_more_that_is_refused_in_one_line(words, message, small_flags, tmp_path, monkeypatch, capsys):

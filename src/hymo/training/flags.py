@@ -54,6 +54,10 @@ def refuse_flags(config: HyMoConfig, device: torch.device) -> None:
         resolve_cuda_graphs(config, "step" if t.reshard == "auto" else t.reshard, device)
     else:
         resolve_cuda_graphs(config, None, device)
+        if t.replicas != 1:
+            raise HyMoError(
+                f"training.replicas: found {t.replicas} for a model that is not sharded; accepted: 1, or training.fsdp true"
+            )
 
 
 def resolve_cuda_graphs(config: HyMoConfig, reshard: str | None, device: torch.device) -> bool:
@@ -113,10 +117,13 @@ def thread_optimization_flags(model: nn.Module, training: TrainingConfig, device
             module.use_triton = fused
         elif isinstance(module, DeepSeekMoE):
             module.use_mixed_precision = training.moe_mixed_precision
+    experts = ", experts float32" if apart else ""
+    if device.type == "cuda" and (apart or precision == "float32"):  # grouped products are of bfloat16 alone
+        experts += ", experts one by one"
     return {
         "recurrence": "triton" if fused else "chunked torch",
         "attention": choose_backend(device.type, packed=True),
         "compile": "per block" if compiled else "off",
         "checkpointing": training.activation_checkpointing,
-        "precision": precision + ("" if training.moe_mixed_precision else ", experts float32"),
+        "precision": precision + experts,
     }

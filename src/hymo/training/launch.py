@@ -209,9 +209,9 @@ def branch(
                 refuse_absent_text(config)
                 refuse_flags(config, mesh.pick_device(config.training.device))
             made = (
-                branching.branch(run, at, decay, overrides, run_dir)
-                if decay is not None
-                else branching.extend(run, total or 0, at, overrides=overrides, run_dir=run_dir)
+                branching.branch(run, at, decay or 0, overrides, run_dir)
+                if total is None
+                else branching.extend(run, total, at, decay, overrides, run_dir)
             )
         except (HyMoError, ValueError, OSError) as error:  # told to every rank, none waits
             problem = HyMoError(str(error))
