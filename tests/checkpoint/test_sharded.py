@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hymo.checkpoint import store
+from hymo.checkpoint import manifest, store
 from hymo.checkpoint.saver import Saver
 from hymo.checkpoint.store import CheckpointError, latest_on_all_ranks, load, prove_shared, save
 from hymo.config import ModelConfig, OptimizerConfig
@@ -178,6 +178,39 @@ def test_damage_is_found_by_whichever_rank_looks_and_raised_on_all(pool, tmp_pat
     for said, offered in pool(3, damaged, str(tmp_path)):
         assert "__1_0.distcp has another SHA-256" in said
         assert offered
+
+
+def unreadable(run, bad):
+    """Rank ``bad`` may not read the file that it is to hash, then not the folder of checkpoints."""
+    path, said = save(run, 1, 1, {"w": torch.ones(4)}, {}), []
+
+    def refuse(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    for owner, name, call in [
+        (manifest, "sha256", lambda: load(path, {"w": torch.ones(4)})),
+        (Path, "iterdir", lambda: latest_on_all_ranks(run)),
+    ]:
+        real = getattr(owner, name)
+        if reduce.rank() == bad:
+            setattr(owner, name, refuse)
+        try:
+            call()
+        except CheckpointError as error:
+            said.append(str(error))
+        finally:
+            setattr(owner, name, real)
+        reduce.barrier()
+    return said
+
+
+def test_what_one_rank_may_not_read_is_an_error_of_all(pool, tmp_path):
+    """No rank is left waiting for one that has raised by itself."""
+    said = pool(2, unreadable, str(tmp_path), 0)
+    assert said[0] == said[1]
+    file, folder = said[0]
+    assert "step-1 is damaged: .metadata cannot be read (Permission denied); __1_0.distcp cannot be read" in file
+    assert folder.endswith("checkpoints cannot be read (Permission denied)")
 
 
 def separate_folders(run):

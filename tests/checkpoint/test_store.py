@@ -129,6 +129,39 @@ def test_a_damaged_one_is_named_and_the_one_before_is_offered(tmp_path, state, b
     assert same(before, blank)
 
 
+@pytest.mark.parametrize("refused", ["open", "stat"])
+def test_a_file_that_cannot_be_read_is_a_fault_like_another(tmp_path, state, blank, monkeypatch, refused):
+    """Rights, or a disk: it is named, the one before is offered, and `inspect` tells of the rest."""
+    save(tmp_path, 1, 1, state, {})
+    path = save(tmp_path, 2, 2, state, {})
+    owner, name = (manifest, "sha256") if refused == "open" else (Path, "stat")
+    real = getattr(owner, name)
+
+    def refuse(file, *args, **kwargs):
+        if Path(file).suffix == ".distcp" and "step-2" in str(file):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, refuse)
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read \(Permission denied\); .*step-1, is whole"):
+        load(path, blank)
+    assert "NO: __0_0.distcp cannot be read" in store.inspect(path)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(tmp_path, state, monkeypatch):
+    """Or --resume would begin anew."""
+    save(tmp_path, 1, 1, state, {})
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Permission denied\)"):
+        latest(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Permission denied"):
+        save(tmp_path, 2, 2, state, {})
+
+
 def test_two_damaged_ones_offer_nothing(tmp_path, state, blank):
     for step in (1, 2):
         next(save(tmp_path, step, step, state, {}).glob("*.distcp")).unlink()

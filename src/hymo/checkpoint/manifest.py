@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hymo.errors import HyMoError
 
@@ -29,6 +29,8 @@ MANIFEST, METADATA, FOLDER, LATEST = "manifest.json", ".metadata", "checkpoints"
 WEIGHTS_ONLY = "weights_only"
 """Key of ``meta`` in a checkpoint without optimizer state: where its weights come from."""
 TEMPORARY, TRASH, PIN = ".writing-", ".removing-", ".pinned"
+T = TypeVar("T")
+R = TypeVar("R")
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?(?:-r(\d+))?")
 
 
@@ -94,19 +96,21 @@ def refuse_weights_only(path: Path, manifest: Manifest) -> None:
 
 def faults(path: Path, manifest: Manifest, *, hashes: bool, only: Iterable[str] | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint, one line each; [] if nothing. ``only``: the files to look at."""
-    found, to_hash = [], []
-    for name in sorted(manifest.files if only is None else only):
+
+    def fault(name: str) -> str | None:
         listed, file = manifest.files[name], path / name
-        if not file.is_file():
-            found.append(f"{name} is missing")
-        elif (size := file.stat().st_size) != listed["size"]:
-            found.append(f"{name} has {size} bytes, not {listed['size']}")
-        elif hashes:
-            to_hash.append(file)
-    for file, digest in zip(to_hash, sha256_of(to_hash), strict=True):
-        if digest != manifest.files[file.name]["sha256"]:
-            found.append(f"{file.name} has another SHA-256 than when it was saved")
-    return found
+        try:
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != listed["size"]:
+                return f"{name} has {size} bytes, not {listed['size']}"
+            if hashes and sha256(file) != listed["sha256"]:
+                return f"{name} has another SHA-256 than when it was saved"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
+        return None
+
+    return [found for found in _some_at_a_time(fault, sorted(manifest.files if only is None else only)) if found]
 
 
 def verify(path: str | os.PathLike, *, hashes: bool = True) -> Manifest:
@@ -131,12 +135,16 @@ def list_checkpoints(run_dir: str | os.PathLike, *, whole: bool = True, hashes: 
     """A run's checkpoint folders in the order they were made (by attempt, then step); the newest is last.
 
     ``whole`` leaves out the damaged and the unfinished (manifest and sizes are checked; contents too with ``hashes``).
-    Without it, folders whose manifest cannot be read come first.
+    Without it, folders whose manifest cannot be read come first. Raises CheckpointError where the folder of them all
+    cannot be read: that is not the same as none.
     """
     folder = Path(run_dir) / FOLDER
-    if not folder.is_dir():
+    try:
+        named = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror or error})") from None
     if whole:
         named = [p for p in named if is_whole(p, hashes=hashes)]
     return sorted(named, key=_age)
@@ -298,11 +306,8 @@ def sha256(file: Path) -> str:
 
 
 def sha256_of(files: Sequence[Path]) -> list[str]:
-    """The same for several files, some at a time (hashing leaves the interpreter free)."""
-    if len(files) < 2:
-        return [sha256(file) for file in files]
-    with ThreadPoolExecutor(min(len(files), 8)) as pool:
-        return list(pool.map(sha256, files))
+    """The same for several files, some at a time."""
+    return _some_at_a_time(sha256, files)
 
 
 def write_durably(file: Path, text: str) -> None:
@@ -332,6 +337,14 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _some_at_a_time(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """The results for several files, in threads (reading and hashing leave the interpreter free)."""
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(len(items), 8)) as pool:
+        return list(pool.map(function, items))
 
 
 def _read(path: Path) -> Manifest:

@@ -134,7 +134,7 @@ def save(
     if rank(group) == 0:
         try:
             files.prune(run_dir, keep, keep_every, protect)
-        except OSError as error:  # what was saved is saved
+        except (OSError, CheckpointError) as error:  # what was saved is saved
             warnings.warn(f"old checkpoints in {run_dir} could not be removed: {error}", stacklevel=2)
     return final
 
@@ -184,7 +184,16 @@ def load(
 
 def latest_on_all_ranks(run_dir: str | os.PathLike, group: ProcessGroup | None = None) -> Path | None:
     """The newest whole checkpoint as rank 0 sees it, the same answer on every rank (a collective)."""
-    return broadcast_object(latest(run_dir) if rank(group) == 0 else None, group=group)
+    newest, problem = None, None
+    if rank(group) == 0:
+        try:
+            newest = latest(run_dir)
+        except CheckpointError as error:
+            problem = error
+    newest, problem = broadcast_object((newest, problem), group=group)
+    if problem is not None:
+        raise problem
+    return newest
 
 
 def prove_shared(run_dir: str | os.PathLike, group: ProcessGroup | None = None, patience_s: float = 10.0) -> None:
@@ -261,7 +270,7 @@ def _begin(run_dir: Path, step: int, attempt: int, group: ProcessGroup | None) -
     if rank(group) == 0:
         try:
             answer = (*_prepare(run_dir, step, attempt), None)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             answer = (None, None, _say(error))
     folder, done, problem = broadcast_object(answer, group=group)
     if problem:
