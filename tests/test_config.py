@@ -232,7 +232,9 @@ def test_numbers_in_yaml_1_2_and_doubled_keys(tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize("text", ["- a\n", "3\n", "model: 3\n", "model: [1]\n", "a: b: c\n", "a: 2024-13-45\n", "[" * 3000])
+@pytest.mark.parametrize(
+    "text", ["- a\n", "3\n", "model: 3\n", "model: [1]\n", "a: b: c\n", "a: 2024-13-45\n", "[" * 3000]
+)
 def test_files_of_another_form(tmp_path, text):
     path = tmp_path / "c.yaml"
     path.write_text(text)

@@ -408,8 +408,8 @@ def test_an_extended_run_repeats_the_rates_before_the_old_decay(finished, tmp_pa
     assert table[-1]["step"] == 10
     assert [row["lr_muon"] for row in table[:5]] == [row["lr_muon"] for row in parent[:5]]
     assert table[5]["lr_muon"] == parent[4]["lr_muon"]
-    words = ["branch", str(run_dir), "--extend", "10", "--decay", "3", "--create-only", "--run-dir", str(tmp_path / "d")]
-    assert "-> [0, 7, 3]" in hymo(*words, capsys=capsys).out  # the length of its decay may be given
+    words = ["--extend", "10", "--decay", "3", "--create-only", "--run-dir", str(tmp_path / "d")]
+    assert "-> [0, 7, 3]" in hymo("branch", str(run_dir), *words, capsys=capsys).out  # its decay may be given
 
 
 def test_a_branch_on_other_data_starts_at_its_beginning(finished, tmp_path, capsys):

@@ -141,7 +141,8 @@ def set_timeout(timeout_s: float, mesh: DeviceMesh | None = None) -> None:
     """
     if not is_distributed():
         return
-    change = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch < 2.14
+    module = dist.distributed_c10d
+    change = getattr(module, "set_timeout", None) or module._set_pg_timeout  # torch < 2.14
     groups = [dist.group.WORLD, *(mesh.get_all_groups() if mesh is not None else ())]
     for group in groups:
         change(timedelta(seconds=timeout_s), group)

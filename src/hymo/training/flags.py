@@ -56,7 +56,8 @@ def refuse_flags(config: HyMoConfig, device: torch.device) -> None:
         resolve_cuda_graphs(config, None, device)
         if t.replicas != 1:
             raise HyMoError(
-                f"training.replicas: found {t.replicas} for a model that is not sharded; accepted: 1, or training.fsdp true"
+                f"training.replicas: found {t.replicas} for a model that is not sharded; accepted: 1, or training.fsdp "
+                "true"
             )
 
 
