@@ -128,7 +128,7 @@ def build_parser() -> Parser:
     branch = verbs.add_parser("branch", help="a new run from a checkpoint of the stable phase: a decay, or more steps")
     branch.add_argument("run_dir", metavar="RUN", help="the run to branch from; it stays as it is")
     branch.add_argument("--at", type=int, metavar="STEP", help="the checkpoint's update (default: the newest eligible)")
-    branch.add_argument("--decay", type=int, metavar="STEPS", help="decay over these updates (the last ones of --extend)")
+    branch.add_argument("--decay", type=int, metavar="STEPS", help="decay over these updates (of --extend: the last)")
     branch.add_argument("--extend", type=int, metavar="TOTAL", help="go on to this many updates in all")
     branch.add_argument("--run-dir", dest="new_dir", metavar="DIR", help="the new run's folder")
     branch.add_argument("--create-only", action="store_true", help="make the folder; train it later with --resume")
