@@ -1,13 +1,16 @@
 import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hymo.data import ByteTokenizer, DataError, TokenSet
 from hymo.data.shards import MANIFEST, PartWriter, built_whole, write_manifest
+from hymo.errors import HyMoError
 
 END = ByteTokenizer.end_id
 
@@ -56,6 +59,66 @@ def test_slices_across_parts(token_set, tmp_path):
                 assert a.tolist() == b.tolist()
     assert [many.document(i).tolist() for i in range(5)] == [one.document(i).tolist() for i in range(5)]
     assert many.document_lengths().tolist() == one.document_lengths().tolist()
+
+
+@pytest.fixture
+def few_files():
+    """This process may open ten files more, and no others."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def many_parts(folder, count=40):
+    tokenizer, parts = ByteTokenizer(), []
+    for number in range(count):
+        writer = PartWriter(folder, number, tokenizer)
+        writer.add(tokenizer.encode(b"part %d" % number), len(b"part %d" % number), b"%016d" % number)
+        parts.append(writer.close())
+    write_manifest(folder, tokenizer, parts)
+    return folder
+
+
+def test_a_set_of_more_files_than_may_be_open(tmp_path, few_files):
+    """A source of a GiB has 256 parts, each of which kept three files open where 1,024 may be."""
+    folder = many_parts(tmp_path / os.fsdecode(b"caf\xe9"))
+    sets = [TokenSet(folder) for _ in range(3)]
+    for data in sets:
+        texts = [bytes(data.document(i)[:-1].astype("uint8")) for i in range(40)]
+        assert texts == [b"part %d" % i for i in range(40)]
+        assert [data.document_bytes(i) for i in range(40)] == [len(text) for text in texts]
+        with pytest.raises(ValueError, match="read-only"):
+            data._parts[0].tokens[0] = 1
+
+
+def test_what_a_system_sets_against_a_set_is_named(tmp_path, few_files, monkeypatch):
+    folder = many_parts(tmp_path / "set")
+
+    def refuse(*args, **options):
+        raise RuntimeError("unable to mmap 14 bytes from file: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    named = r"set cannot be read: Too many open files; this set has 80 files to map, of all files a process may"
+    with pytest.raises(HyMoError, match=named + r" have \d+ open \(ulimit -n\)") as error:
+        TokenSet(folder)
+    assert not isinstance(error.value, DataError)  # a cache with damage is built anew; this is none
+
+
+def test_a_part_larger_than_memory(token_set):
+    data = token_set([b"some text"])
+    path, n_tokens = data.folder / "part-00000.tokens", 1 << 41
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        file.truncate(2 * n_tokens)
+    if path.stat().st_size != 2 * n_tokens:
+        pytest.skip("the file system has no sparse files of 4 TiB")
+    manifest = json.loads((data.folder / MANIFEST).read_text())
+    manifest["n_tokens"] = manifest["parts"][0]["n_tokens"] = n_tokens
+    (data.folder / MANIFEST).write_text(json.dumps(manifest))
+    huge = TokenSet(data.folder)
+    assert bytes(huge.document(0)[:-1].astype("uint8")) == b"some text"
+    assert huge.read(n_tokens - 3, n_tokens)[0].tolist() == [0, 0, 0]
 
 
 def test_reading_past_the_end_is_refused(token_set):

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hymo.data.readers import DataError
 from hymo.data.tokenize import Tokenizer
+from hymo.errors import HyMoError
 
 MANIFEST = "manifest.json"
 FORMAT = "hymo token set 1"
@@ -48,7 +50,7 @@ class TokenSet:
     """A token set, opened for reading: one folder, or several of one tokenizer end to end.
 
     shares: with several folders, the share of samples each is to have, by name, adding up to 1 (see `MixOrder`).
-    Raises DataError when a folder is not whole.
+    Raises DataError when a folder is not whole, HyMoError when the system lets no more files be mapped.
 
     Attributes: n_tokens (end tokens included), n_documents, n_bytes (UTF-8 bytes of all text), vocab_size,
     token_bytes_scale (1.0 where the tokenizer's byte table adds up to n_bytes, as it does for bytes and byte-level
@@ -66,11 +68,12 @@ class TokenSet:
         self.fingerprint: str = manifests[0]["fingerprint"]
         if len(folders) > 1:
             self.fingerprint = _fingerprint_of_mix(manifests, shares)
-        self._parts = [
-            _Part(Path(folder), part, self.dtype)
-            for folder, manifest in zip(folders, manifests, strict=True)
-            for part in manifest["parts"]
-        ]
+        parts = [(Path(folder), part) for folder, m in zip(folders, manifests, strict=True) for part in m["parts"]]
+        try:
+            self._parts = [_Part(folder, part, self.dtype) for folder, part in parts]
+        except OSError as error:
+            place, limits = error.filename or self.folder, _limits(error, 2 * len(parts))
+            raise HyMoError(f"{place} cannot be read: {error.strerror}{limits}") from None
         self._token_starts = np.cumsum([0, *(len(part.tokens) for part in self._parts)])
         self._document_starts = np.cumsum([0, *(len(part.ends) for part in self._parts)])
         self.n_tokens, self.n_documents = int(self._token_starts[-1]), int(self._document_starts[-1])
@@ -111,7 +114,7 @@ class TokenSet:
     def document_bytes(self, number: int) -> int:
         """UTF-8 bytes of the text of one document."""
         part, local = self._locate(number)
-        return int(part.bytes[local])
+        return part.document_bytes(local)
 
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document, end token included: [n_documents]."""
@@ -132,13 +135,17 @@ class TokenSet:
 
 
 class _Part:
-    """The three mapped arrays of one part."""
+    """One part: its tokens and document ends are mapped; the bytes of documents are read when asked for."""
 
     def __init__(self, folder: Path, described: dict[str, Any], dtype: np.dtype[Any]):
         name = described["name"]
         self.tokens = _map(folder / f"{name}.tokens", dtype, described["n_tokens"])
         self.ends = _map(folder / f"{name}.ends", np.dtype("<i8"), described["n_documents"])
-        self.bytes = _map(folder / f"{name}.bytes", np.dtype("<i8"), described["n_documents"])
+        self._bytes = folder / f"{name}.bytes"
+        _check_size(self._bytes, 8 * described["n_documents"])
+
+    def document_bytes(self, local: int) -> int:
+        return int(np.fromfile(self._bytes, "<i8", count=1, offset=8 * local)[0])
 
     def documents_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         first = int(np.searchsorted(self.ends, start, side="right"))
@@ -147,11 +154,44 @@ class _Part:
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """A file as an array that is read when it is used. Raises DataError for another size, OSError at a limit.
+
+    A map of torch keeps no file open; one of numpy does, and a set has hundreds of files where 1,024 may be open. But
+    torch's counts as memory that may be written to, which the system may not promise for a file larger than memory.
+    """
+    size = count * dtype.itemsize
+    _check_size(path, size)
+    if not size:
+        return np.zeros(0, dtype)
+    try:
+        name: Any = os.fsencode(path)  # which need not be UTF-8
+        array = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy().view(dtype)
+    except RuntimeError:
+        return np.memmap(path, dtype=dtype, mode="r")
+    array.flags.writeable = False
+    return array
+
+
+def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.exists() else -1
-    if found != count * dtype.itemsize:
+    if found != size:
         state = "is missing" if found < 0 else f"has {found} bytes"
-        raise DataError(f"{path} {state}, its manifest says {count * dtype.itemsize}; build the folder again")
-    return np.memmap(path, dtype=dtype, mode="r") if count else np.zeros(0, dtype)
+        raise DataError(f"{path} {state}, its manifest says {size}; build the folder again")
+
+
+def _limits(error: OSError, needed: int) -> str:
+    """What this system sets against mapping the `needed` files of a set, where that was the error."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or os.name == "nt":
+        return ""
+    import resource
+
+    limits = [f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} open (ulimit -n)"]
+    if (most := Path("/proc/sys/vm/max_map_count")).exists():
+        limits.append(f"{int(most.read_text()):,} mapped (vm.max_map_count)")
+    return (
+        f"; this set has {needed:,} files to map, of all files a process may have {' and '.join(limits)};"
+        " accepted: limits that are above it, with as much again for each further set"
+    )
 
 
 def _fingerprint_of_mix(manifests: Sequence[dict[str, Any]], shares: Mapping[str, Fraction] | None) -> str:
@@ -235,13 +275,15 @@ def _dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a token set. Raises DataError when there is none, or it is of another format."""
+    """The manifest of a token set. Raises DataError when there is none, it is damaged, or of another format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder} is no token set: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:  # no damage, for which the set would be built anew
+        raise HyMoError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
