@@ -11,6 +11,14 @@ import pytest
 
 import hymo.data.readers as readers
 from hymo.data import DataError, build, open_source, read_documents
+from hymo.data.prepare import prepare
+
+
+def write_texts(folder: Path, count: int) -> Path:
+    folder.mkdir(parents=True)
+    for i in range(count):
+        (folder / f"{i:03}.txt").write_bytes(b"text number %d" % i)
+    return folder
 
 
 def texts(entries) -> list[bytes]:
@@ -153,6 +161,28 @@ def test_a_data_set_is_no_text_but_a_folder_with_a_data_json_may_be(tmp_path: Pa
     for entries in ([tmp_path / "A"], [tmp_path / "text", tmp_path / "A"]):
         with pytest.raises(DataError, match=r"data.source: '.*A' is a data set that hymo data build made; accepted: "):
             open_source(entries)
+
+
+def test_what_hymo_itself_wrote_in_a_folder_is_no_text_of_it(tmp_path: Path, settings, monkeypatch):
+    """A run below its own source changed it: the run could not be resumed, the next one read the first one's files."""
+    write_texts(tmp_path / "here", 20)
+    monkeypatch.chdir(tmp_path / "here")
+    before = open_source(["."]).fingerprint()
+    run = Path("runs/tiny-1")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "checkpoints/step-1/manifest.json"):
+        (run / name).write_text('{"text": "a row"}')
+    (Path("new.part") / "journal").mkdir(parents=True)
+    for name in ("plan.json", ".lock", "tokenizer.json"):
+        (Path("new.part") / name).write_text("{}")
+    build(["."], "set", tokenizer="bytes", workers=0)
+    prepare(settings(["."], cache_dir="cache"))
+    assert open_source(["."]).fingerprint() == before
+    assert len(texts(["."])) == 20
+    assert texts([run])  # named, it is read
+    Path("site").mkdir()
+    Path("site/config.yaml").write_text("a: 1")
+    assert len(texts(["."])) == 21
 
 
 @pytest.fixture

@@ -219,7 +219,8 @@ def _standard_library() -> Source:
 
 
 def _walk(root: Path) -> list[SourceFile]:
-    """Every visible file below `root`, sorted by relative path; links to folders are followed once."""
+    """Every visible file below `root`, sorted by relative path; links to folders are followed once, and what HyMo wrote
+    is passed over."""
     found, seen = [], set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise_unreadable):
         real = os.path.realpath(folder)
@@ -227,12 +228,27 @@ def _walk(root: Path) -> list[SourceFile]:
             subfolders.clear()
             continue
         seen.add(real)
+        if folder != os.fspath(root) and _is_our_own(Path(folder), {*names, *subfolders}):
+            subfolders.clear()
+            continue
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 found.append(_describe(path, path.relative_to(root).as_posix()))
     return sorted(found, key=lambda file: file.name)
+
+
+def _is_our_own(folder: Path, names: set[str]) -> bool:
+    """Whether a folder is a run, or a data set or a folder of the cache, finished or not: text to train on holds no
+    results of training, nor does it change with them."""
+    if {"config.yaml", "metrics.jsonl"} <= names or {"plan.json", ".lock"} <= names:
+        return True
+    try:
+        with open(folder / "train" / "manifest.json", "rb") as file:
+            return b'"hymo token set' in file.read(64)
+    except OSError:
+        return False
 
 
 def _raise_unreadable(error: OSError) -> None:
