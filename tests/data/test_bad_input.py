@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+import zstandard
 
 from hymo.cli import main
 from hymo.data import DataError, TokenSet, build
@@ -69,6 +70,29 @@ def test_skip_bad_counts_torn_and_damaged_files_beside_good_ones(tmp_path, monke
         assert f"{name}" in "".join(line for line in out.splitlines() if line.startswith("passed over: "))
     found = sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val"))
     assert found == 3000 + 2700 + 2 + 9
+
+
+def test_skip_bad_passes_over_damaged_packed_files_of_a_folder(tmp_path, capsys):
+    """A folder's files are looked into before they are read: there, damage ended the build."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("some text\n" * 50)
+    (folder / "misnamed.txt.gz").write_text("not packed at all " * 20)
+    packed = gzip.compress(json.dumps([{"text": f"record {i}"} for i in range(2000)]).encode())
+    (folder / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
+    (folder / "empty.txt.gz").write_bytes(b"")
+    (folder / "hole.json.gz").write_bytes(packed[:40] + bytes(40) + packed[80:])
+    (folder / "hole.txt.zst").write_bytes(zstandard.compress(b"some text " * 999)[:20] + b"\xff" * 40)
+    with pytest.raises(DataError, match=r"cannot read '.*\.(gz|zst)': it"):
+        build_bytes(folder, tmp_path / "out")
+    command = ["data", "build", str(folder), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "0"]
+    assert main([*command, "--skip-bad"]) == 0
+    out = capsys.readouterr().out
+    assert "broken lines, records or files passed over: 4, the first " in out
+    for name in ("misnamed.txt.gz", "cut.json.gz", "hole.json.gz", "hole.txt.zst"):
+        assert name in "".join(line for line in out.splitlines() if line.startswith("passed over: "))
+    found = sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val"))
+    assert found == 2  # the good file, cut into two
 
 
 def test_a_build_of_nothing_leaves_nothing_and_other_files_are_said_in_words(tmp_path):

@@ -57,6 +57,18 @@ def packed(path: Path, content: bytes) -> bytes:
     return pack(content[:half]) + pack(content[half:])
 
 
+def test_zeros_after_a_member_are_no_damage(tmp_path: Path):
+    """As gzip and Python read it; of zeros alone the data is lost."""
+    member, path = gzip.compress(b"hello"), tmp_path / "a.txt.gz"
+    for content in (member + bytes(512), member + bytes(300 << 10) + member, member + bytes(3) + member + bytes(1)):
+        path.write_bytes(content)
+        assert b"".join(document.text for document in read_documents(path)) == gzip.decompress(content)
+    for content in (bytes(512), bytes(512) + member, member + bytes(9) + b"x"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"its compressed data is damaged|it ends in the middle"):
+            list(read_documents(path))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_packed_jsonl(tmp_path: Path, name: str):
     path = tmp_path / name

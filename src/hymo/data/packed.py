@@ -17,9 +17,17 @@ def is_packed(path: str | Path) -> bool:
 
 
 def first_bytes(path: str | Path, count: int) -> bytes:
-    """The first bytes of a file, unpacked. Raises OSError."""
+    """The first bytes of a file, unpacked, as far as they can be: damage is told where it is read. Raises OSError."""
+    head = b""
     with open(path, "rb") as raw:
-        return unpacked(raw, str(path)).read(count)
+        stream: Any = unpacked(raw, str(path))
+        try:
+            while len(head) < count and (block := stream.read1(count - len(head))):
+                head += block
+        except OSError as error:
+            if error.errno is not None:  # the disk's, not what the file holds
+                raise
+    return head
 
 
 def unpacked(raw: BinaryIO, path: str) -> BinaryIO:
@@ -27,7 +35,7 @@ def unpacked(raw: BinaryIO, path: str) -> BinaryIO:
     if not is_packed(path):
         return raw
     if path.endswith(".gz"):
-        return io.BufferedReader(_Unpacked(raw, lambda: zlib.decompressobj(wbits=31)), _BLOCK)
+        return io.BufferedReader(_Unpacked(raw, lambda: zlib.decompressobj(wbits=31), padding=b"\0"), _BLOCK)
     try:
         import zstandard
     except ImportError:
@@ -37,11 +45,15 @@ def unpacked(raw: BinaryIO, path: str) -> BinaryIO:
 
 class _Unpacked(io.RawIOBase):
     """A stream of what `raw` holds compressed. Raises OSError where the data is damaged or ends in the middle of a
-    member (which the zstandard package's own reader takes for the end of the file)."""
+    member (which the zstandard package's own reader takes for the end of the file).
 
-    def __init__(self, raw: BinaryIO, new_member: Callable[[], Any]):
-        self._raw, self._new_member = raw, new_member
+    padding: a byte that may fill a file up after a member, as tapes and disks do with gzip's.
+    """
+
+    def __init__(self, raw: BinaryIO, new_member: Callable[[], Any], padding: bytes = b""):
+        self._raw, self._new_member, self._padding = raw, new_member, padding
         self._member: Any = None
+        self._after_member = False
         self._packed = self._ready = b""
 
     def readable(self) -> bool:
@@ -54,6 +66,11 @@ class _Unpacked(io.RawIOBase):
                 if self._member is not None:
                     raise OSError("it ends in the middle of its compressed data")
                 return 0
+            if self._after_member:
+                self._packed = self._packed.lstrip(self._padding)
+                if not self._packed:
+                    continue
+            self._after_member = False
             self._member = self._member or self._new_member()
             try:
                 self._ready = self._member.decompress(self._packed)
@@ -61,7 +78,7 @@ class _Unpacked(io.RawIOBase):
                 raise OSError(f"its compressed data is damaged ({error})") from None
             self._packed = b""
             if self._member.eof:
-                self._packed, self._member = self._member.unused_data, None
+                self._packed, self._member, self._after_member = self._member.unused_data, None, True
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
