@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -93,6 +94,31 @@ def test_skip_bad_passes_over_damaged_packed_files_of_a_folder(tmp_path, capsys)
         assert name in "".join(line for line in out.splitlines() if line.startswith("passed over: "))
     found = sum(TokenSet(tmp_path / "out" / name).n_documents for name in ("train", "val"))
     assert found == 2  # the good file, cut into two
+
+
+def test_names_that_are_no_text_are_printed_somehow(tmp_path):
+    """They ended a build in UnicodeEncodeError after it was made."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / os.fsdecode(b"\xe9.bin")).write_bytes(bytes(9))
+    (folder / os.fsdecode(b"\xe9.txt")).write_bytes(b"Latin-1: \xe9\n" * 50)
+    command = [
+        sys.executable,
+        "-m",
+        "hymo",
+        "data",
+        "build",
+        str(folder),
+        "--out",
+        str(folder / "out"),
+        "--workers",
+        "0",
+    ]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for words in ([*command, "--tokenizer", "bytes"], [*command[:4], "inspect", str(folder / "out")]):
+        done = subprocess.run(words, env=strict, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert r"caf\udce9/\udce9.txt, byte 9" in done.stdout
 
 
 def test_a_build_of_nothing_leaves_nothing_and_other_files_are_said_in_words(tmp_path):

@@ -29,7 +29,7 @@ def test_values_are_those_of_json_whatever_is_read_at_once(rows, indent, block, 
     before, module._BLOCK = module._BLOCK, block
     try:
         assert list(values(io.BytesIO(text.encode("utf-8", "replace")))) == json.loads(
-            json.dumps(rows, ensure_ascii=False).encode("utf-8", "replace")
+            json.dumps(rows, ensure_ascii=False).encode("utf-8", "replace"), parse_int=float
         )
     finally:
         module._BLOCK = before
@@ -49,6 +49,20 @@ def test_values_are_those_of_json_whatever_is_read_at_once(rows, indent, block, 
 def test_faults(text, fault):
     with pytest.raises(JSONError, match=fault):
         list(values(io.BytesIO(text)))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "folder/a.json"])
+def test_an_integer_of_any_length_is_a_number(tmp_path, name):
+    """Python refuses those of over 4,300 digits, which ended a build in a traceback."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    lines = [b'{"n": ' + b"1" * 5000 + b', "text": "one"}', b'{"text": "two"}']
+    path.write_bytes(b"\n".join(lines))
+    found = open_source([path.parent if "/" in name else path]).documents()
+    assert [document.text for document in found] == [b"one", b"two"]
+    path.write_bytes(b'{"text": ' + b"1" * 5000 + b"}")
+    with pytest.raises(DataError, match="'text' is a number; accepted: "):
+        list(read_documents(path))
 
 
 def test_a_fault_far_from_the_end_is_found_without_reading_on():

@@ -336,6 +336,20 @@ def test_a_data_set_may_lie_below_the_home_folder(tmp_path, settings, monkeypatc
     assert prepare(settings(["~/A"])).train.folder == built.folder / "train"
 
 
+def test_a_validation_set_takes_no_name_of_what_is_held_out(tmp_path, settings):
+    """`val_a` of the user's replaced what is held out of the source a, without a word."""
+    config = settings(None)
+    config.source = [Weighted(write_texts(tmp_path / name, 20), 1) for name in ("a", "b")]
+    for name in ("val", "val_a"):
+        config.val = {name: [str(tmp_path / "b")]}
+        with pytest.raises(
+            DataError, match=f"data.val: the set '{name}' is what is held out of data.source; accepted: "
+        ):
+            prepare(config)
+    config.val = {"val_c": [str(tmp_path / "b")]}
+    assert sorted(prepare(config).val) == ["val", "val_a", "val_b", "val_c"]
+
+
 def test_a_mix_of_several_tokenizers_is_refused(tmp_path, settings, bpe_file):
     a = prepare(settings([write_texts(tmp_path / "a", 5)])).train.folder
     b = prepare(settings([tmp_path / "a"], tokenizer=str(bpe_file))).train.folder

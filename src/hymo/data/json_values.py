@@ -7,7 +7,14 @@ from typing import Any, BinaryIO
 
 _BLOCK = 1 << 20
 _SPACE = " \t\r\n"
+# A number is never the text: not as an integer, of which Python refuses those of over 4,300 digits.
+DECODER = json.JSONDecoder(parse_int=float)
 _NEAR_END = 16  # a value that is merely cut off is found faulty at most so many characters before the end
+
+
+def loads(line: bytes) -> Any:
+    """The value of a line. Raises ValueError, RecursionError."""
+    return DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
 
 
 class JSONError(ValueError):
@@ -43,7 +50,6 @@ class _Buffer:
         self.at = 0
         self._text, self._ended = "", False
         self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
 
     def peek(self) -> str:
         """The next character that is no space, or nothing at the end."""
@@ -58,7 +64,7 @@ class _Buffer:
     def value(self) -> Any:
         while True:
             try:
-                found, end = self._json.raw_decode(self._text, self.at)
+                found, end = DECODER.raw_decode(self._text, self.at)
                 if end < len(self._text) or not self._more():  # a number at the end may go on
                     self.at = end
                     return found

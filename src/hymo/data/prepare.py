@@ -71,13 +71,15 @@ def prepare(config: DataSettings, progress: Progress | None = None) -> TokenData
     groups: Mapping[str, Sequence[str] | None] = {"all": None} if paths is None else {"all": list(paths.values())}
     if paths is not None and (shares is not None or any(is_data_set(path) for path in paths.values())):
         groups = {name: [path] for name, path in paths.items()}  # each on its own
+    own = [f"val_{name}" for name in groups] if len(groups) > 1 else []
+    for taken in sorted({"val", *own} & set(_named(config))):
+        raise DataError(f"data.val: the set {taken!r} is what is held out of data.source; accepted: another name")
     wanted = [_wanted(entries, config, tokenizer, config.val_fraction) for entries in groups.values()]
     named = {name: _wanted_whole(entries, config, tokenizer) for name, entries in _named(config).items()}
     _build_missing([*wanted, *itertools.chain(*named.values())], config.tokenizer, progress)
     train = TokenSet(*(one.target / "train" for one in wanted), shares=shares)
     val = {"val": TokenSet(*(one.target / "val" for one in wanted))}
-    if len(wanted) > 1:
-        val |= {f"val_{name}": TokenSet(one.target / "val") for name, one in zip(groups, wanted, strict=True)}
+    val |= {name: TokenSet(one.target / "val") for name, one in zip(own, wanted, strict=False)}
     val |= {name: TokenSet(*(one.target / "val" for one in whole)) for name, whole in named.items()}
     return TokenData(train, {name: one for name, one in val.items() if one.n_documents}, tokenizer)
 

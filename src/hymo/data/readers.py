@@ -4,14 +4,13 @@ Bytes are kept as found: what is not valid UTF-8 reaches the byte tokenizer unch
 bounded by the longest document. A *piece* is a file or a part of one, so that several processes can share a large file.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hymo.data.encodings import as_utf8, utf16_without_mark
-from hymo.data.json_values import JSONError, values
+from hymo.data.json_values import JSONError, loads, values
 from hymo.data.packed import PACKED, is_packed, unpacked
 from hymo.errors import DataError
 
@@ -182,7 +181,7 @@ def _read_jsonl(piece: Piece, told: _Told) -> Iterator[Document]:
 
 def _text_of_line(line: bytes, column: str) -> tuple[bytes | None, str]:
     try:
-        return text_of_record(json.loads(line), column)
+        return text_of_record(loads(line), column)
     except (ValueError, RecursionError) as error:
         accepted = f"accepted: an object with a string {column!r}"
         if b"\0" in line:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hymo.data.encodings import marked, utf16_without_mark
+from hymo.data.json_values import DECODER
 from hymo.data.packed import first_bytes, is_packed
 from hymo.data.readers import (
     HUB,
@@ -274,7 +275,7 @@ def _begins_with_record(head: bytes, column: str) -> bool:
     if text.startswith("[") and first.startswith('"'):
         return len(head) == SNIFF_BYTES or _is_list_of_strings(text)
     try:
-        row, _ = json.JSONDecoder().raw_decode(first)
+        row, _ = DECODER.raw_decode(first)
         return isinstance(row, dict) and column in row
     except (ValueError, RecursionError):  # it may be longer than what was read
         return len(head) == SNIFF_BYTES and first.startswith("{") and f"{json.dumps(column)}:" in first.replace(" ", "")
@@ -282,7 +283,7 @@ def _begins_with_record(head: bytes, column: str) -> bool:
 
 def _is_list_of_strings(text: str) -> bool:
     try:
-        return all(isinstance(one, str) for one in json.loads(text))
+        return all(isinstance(one, str) for one in DECODER.decode(text))
     except ValueError:
         return False
 
