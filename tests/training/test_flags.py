@@ -1,5 +1,6 @@
 """Flags of `training` on the blocks of a trainer, and steps that compute as they say: on a CPU, by what they run."""
 
+import os
 from collections import Counter
 
 import pytest
@@ -159,3 +160,19 @@ def test_a_block_set_for_a_gpu_asks_for_triton(flag, fused, small_flags):
             model(tokens)
     else:
         assert model(tokens).isfinite().all()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_trainer_computes_with_deterministic_algorithms_if_asked(on, small_flags, monkeypatch):
+    """Before the first operator, and a step has one for each of its operators. It is a setting of the process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # is put back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        torch.use_deterministic_algorithms(False)
+        trainer, _ = step_of([*small_flags, f"--training.deterministic={str(on).lower()}"])
+        assert trainer.step == 1
+        assert torch.are_deterministic_algorithms_enabled() is on
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if on else None)
+    finally:
+        torch.use_deterministic_algorithms(before)
