@@ -175,6 +175,43 @@ def test_a_save_is_ended_first(asynchronous, lives, small_flags, tmp_path):
     assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
+def slow_save_then_signal(folder, seconds):
+    """Saves take their time; SIGTERM comes in the third step."""
+    from hymo.training.trainer import Trainer
+
+    slow_save(folder, seconds)
+    real = Trainer.train_step
+
+    def step(self):
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self)
+
+    Trainer.train_step = step
+
+
+def test_without_time_to_save_the_last_checkpoint_stands(lives, small_flags, tmp_path):
+    """The save of update 2 took longer than `checkpoint.grace_s`: none is begun, and the run goes on from update 2.
+
+    Switched off: it saves update 3, after the machine was to be given back.
+    """
+    words = [*small_flags, "--checkpoint.grace_s=0.5", "--logging.sample_prompt=class A:", "--run-dir", "run"]
+    job = lives.start(words, tmp_path, before=slow_save_then_signal, args=(str(tmp_path), 1.0))
+    assert job.codes(40) == [1], job.output()
+    assert "no time left to save before the stop; the last checkpoint stands" in job.output()
+    assert "the last state could not be saved" in job.output()
+    run = tmp_path / "run"
+    assert [row["step"] for row in rows(run, "loss")] == [1, 2, 3]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-2"]
+    assert store.verify(store.latest(run)).step == 2
+    again = lives.start([*words, "--resume"], tmp_path)
+    assert again.codes(40) == [0], again.output()
+    assert [(row["step"], row.get("resumed_from")) for row in rows(run, "loss")][2] == (3, "step-2")
+    assert [row["step"] for row in rows(run, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert "\nclass A:" in again.output(), "the sample begins with the prompt"
+    assert json.loads((run / "samples.jsonl").read_text())["prompt"] == "class A:"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_process_at_once(number, lives, small_flags, tmp_path):
     """But not one within 3 s of the first, which a launcher may send twice. Switched off: it waits for the save."""
