@@ -1,10 +1,17 @@
 """Names and folders of runs."""
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hymo.checkpoint.export import export, import_export
 from hymo.cli import main
+from hymo.config_io import load_config
+from hymo.data import open_tokenizer
 from hymo.errors import HyMoError
-from hymo.runs import newest_run_dir, refuse_existing, refuse_foreign, reserve_run_dir
+from hymo.runs import keep_tokenizer, newest_run_dir, open_run, refuse_existing, refuse_foreign, reserve_run_dir
 
 
 @pytest.mark.parametrize("name", ["tiny", "exp[1]", "a*b", "x?"])
@@ -39,6 +46,49 @@ def test_a_run_that_never_began_is_no_run(tmp_path):
         refuse_existing(run)
     with pytest.raises(HyMoError, match="holds files and no run"):
         refuse_foreign(run)
+
+
+def word_level(folder: Path, settings: bool = True) -> Path:
+    """A tokenizer of a chat model: its settings name another end token than the usual one, which it has too."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return folder
+
+
+@pytest.mark.parametrize("settings", [True, False])
+@pytest.mark.parametrize("name", ["chat", "c#"])
+def test_the_copy_of_the_tokenizer_has_the_end_token_of_training(name, settings, make_run, tmp_path):
+    """It was copied without the file that names its end token: a run ended texts with another than it had learnt."""
+    folder = word_level(tmp_path / name, settings)
+    choice = f"{folder}" if settings else f"{folder}#<|im_end|>"
+    run = make_run(f"--data.tokenizer={choice}")
+    trained = open_tokenizer(choice)
+    keep_tokenizer(run, load_config(run / "config.yaml"))
+    for path in folder.iterdir():
+        path.unlink()
+    opened = open_run(run)
+    assert opened.tokenizer.end_id == trained.end_id == 3
+    assert opened.tokenizer.fingerprint == trained.fingerprint
+    assert open_tokenizer(opened.config.data.tokenizer).fingerprint == trained.fingerprint
+    exported = export(run, tmp_path / "out").folder
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 3
+    back = open_run(import_export(exported, tmp_path / "back").parent.parent)
+    assert back.tokenizer.end_id == 3
+
+
+def test_a_tokenizer_that_is_given_goes_before_the_copy(make_run, tmp_path):
+    run = make_run(f"--data.tokenizer={word_level(tmp_path / 'chat')}")
+    keep_tokenizer(run, load_config(run / "config.yaml"))
+    other = word_level(tmp_path / "other", settings=False)
+    for choice in (str(other), f"{other}#<|im_end|>", "bytes"):
+        opened = open_run(run, ["--data.tokenizer", choice])
+        assert opened.config.data.tokenizer == choice
+        assert opened.tokenizer.end_id == open_tokenizer(choice).end_id
 
 
 def test_a_start_that_failed_can_be_made_again(trained_run, small_flags, tmp_path, capsys):

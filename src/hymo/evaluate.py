@@ -92,21 +92,20 @@ def evaluate_run(path: str, sources: Sequence[str] | None, overrides: Sequence[s
     from hymo.checkpoint import store
     from hymo.checkpoint.manifest import WEIGHTS_ONLY
     from hymo.evaluate_lengths import evaluate_by_length, table
-    from hymo.runs import open_run, refuse_absent_text, tokenizer_of
+    from hymo.runs import open_run, refuse_absent_text
 
     run = open_run(path, overrides)
     t, meta = run.config.training, store.read_manifest(run.checkpoint).meta
     if sources is None and "imported_from" in meta.get(WEIGHTS_ONLY, {}):
         raise HyMoError(f"{path}: was imported without text of its own; accepted: --data PATH, text to evaluate")
-    data = run.config.data.model_copy(update={"tokenizer": tokenizer_of(run.checkpoint, run.config)})
     if sources is None:
         refuse_absent_text(run.config, instead="--data PATH, other text to evaluate, or ")
-        own = prepare(data)
+        own = prepare(run.config.data)
         sets = own.val
         if meta.get("data_fingerprint", own.train.fingerprint) != own.train.fingerprint and reduce.is_main():
             print("data.source is not the text that the run was trained on: it was changed, or another one was given")
     else:
-        sets = {"data": prepare_whole(sources, data)}
+        sets = {"data": prepare_whole(sources, run.config.data)}
         for note in sets["data"].notes if reduce.is_main() else ():
             print(f"warning: data: {note}")
     if not sets:

@@ -1,12 +1,12 @@
 """Run folders: names, what lies in them, opening one for evaluation or generation.
 
-RUN/config.yaml, RUN/metrics.jsonl, RUN/checkpoints/step-N/, RUN/latest, and RUN/tokenizer.json where it is no byte one.
+RUN/config.yaml, RUN/metrics.jsonl, RUN/checkpoints/step-N/, RUN/latest, and where it is no byte one the tokenizer:
+RUN/tokenizer.json, RUN/tokenizer_config.json.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from hymo.checkpoint import store
 from hymo.checkpoint.manifest import MANIFEST, damaged, write_atomically
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, merge, parse_overrides, to_yaml
-from hymo.data.tokenize import Tokenizer, open_tokenizer
+from hymo.data.tokenize import TOKENIZER, Tokenizer, copy_tokenizer, file_and_end, open_tokenizer
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo, build_hymo
 from hymo.observe.watchdog import STACKS
 from hymo.training.flags import thread_optimization_flags
 
-CONFIG, METRICS, TOKENIZER, SAMPLES = "config.yaml", "metrics.jsonl", "tokenizer.json", "samples.jsonl"
+CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
 
 
 def reserve_run_dir(name: str, root: Path = Path("runs")) -> Path:
@@ -93,14 +93,12 @@ def absolute_path(path: str) -> str:
 
 
 def keep_tokenizer(run_dir: Path, config: HyMoConfig) -> None:
-    """A copy of the tokenizer file in the run, so that the run can be used without the original."""
-    if config.data.tokenizer == "bytes" or not reduce.is_main() or (run_dir / TOKENIZER).exists():
+    """A copy of the tokenizer in the run, with the same end token, so that the run can be used without the original."""
+    if config.data.tokenizer == "bytes" or not reduce.is_main():
         return
-    name, _, _ = config.data.tokenizer.partition("#")
-    source = Path(name) / TOKENIZER if Path(name).is_dir() else Path(name)
-    temporary = run_dir / f".{TOKENIZER}.part"
-    shutil.copyfile(source, temporary)
-    temporary.replace(run_dir / TOKENIZER)
+    file, copy = file_and_end(config.data.tokenizer)[0], run_dir / TOKENIZER
+    if not (copy.exists() and copy.samefile(file)):
+        copy_tokenizer(file, run_dir)
 
 
 def newest_run_dir(name: str, root: Path = Path("runs")) -> Path:
@@ -151,10 +149,9 @@ def refuse_absent_text(config: HyMoConfig, *, instead: str = "") -> None:
         for path in places
         if "://" not in path and not Path(path).exists()
     ]
-    name, _, _ = d.tokenizer.partition("#")
-    if not instead and d.tokenizer != "bytes" and not Path(name).exists():
+    if not instead and d.tokenizer != "bytes" and not (file := file_and_end(d.tokenizer)[0]).exists():
         lines.append(
-            f"data.tokenizer: {name!r} is not there any more; accepted: --data.tokenizer FILE, where it is now"
+            f"data.tokenizer: {str(file)!r} is not there any more; accepted: --data.tokenizer FILE, where it is now"
         )
     if lines:
         raise HyMoError("\n".join(lines))
@@ -162,7 +159,7 @@ def refuse_absent_text(config: HyMoConfig, *, instead: str = "") -> None:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A trained model with what is needed to use it."""
+    """A trained model with what is needed to use it. data.tokenizer of its configuration is where the tokenizer is."""
 
     config: HyMoConfig
     model: HyMo
@@ -188,28 +185,36 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
-    """Load the model of a run or checkpoint onto this machine's device, in evaluation mode."""
+    """Load the model of a run or checkpoint onto this machine's device, in evaluation mode.
+
+    Its tokenizer is the run's own copy, unless the overrides name another.
+    """
     checkpoint = find_checkpoint(path)
     manifest = store.read_manifest(checkpoint)
     if "config" not in manifest.meta:
         raise HyMoError(f"{checkpoint}: holds no configuration; accepted: a checkpoint that hymo train wrote")
-    config = build_config(merge(manifest.meta["config"], parse_overrides(overrides)))
-    tokenizer_place = tokenizer_of(checkpoint, config)
-    name, _, _ = tokenizer_place.partition("#")
-    if name != "bytes" and not Path(name).exists():
+    asked = parse_overrides(overrides)
+    config = build_config(merge(manifest.meta["config"], asked))
+    if "tokenizer" not in (asked.get("data") or {}):
+        data = config.data.model_copy(update={"tokenizer": tokenizer_of(checkpoint, config)})
+        config = config.model_copy(update={"data": data})
+    choice = config.data.tokenizer
+    if choice != "bytes" and not (file := file_and_end(choice)[0]).exists():
         raise HyMoError(
-            f"{path}: its tokenizer {name!r} is not there any more; accepted: --data.tokenizer FILE, where it is now"
+            f"{path}: its tokenizer {str(file)!r} is not there any more;"
+            " accepted: --data.tokenizer FILE, where it is now"
         )
     device = mesh.init_distributed(config.training.device)
     model = build_hymo(config, device=device, initialise=False)  # the checkpoint has every parameter
     store.load(checkpoint, {"model": model.state_dict()}, only=("model",))
     thread_optimization_flags(model, config.training, device)
-    tokenizer = open_tokenizer(tokenizer_place)
-    return OpenRun(config, model.eval(), tokenizer, device, checkpoint, manifest.step)
+    return OpenRun(config, model.eval(), open_tokenizer(choice), device, checkpoint, manifest.step)
 
 
 def tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
     """The run's own copy of the tokenizer file where there is one, with the end token that the configuration names."""
     copy = checkpoint.parent.parent / TOKENIZER
-    _, mark, end_token = config.data.tokenizer.partition("#")
-    return f"{copy}{mark}{end_token}" if copy.is_file() else config.data.tokenizer
+    if not copy.is_file():
+        return config.data.tokenizer
+    _, end_token = file_and_end(config.data.tokenizer)
+    return str(copy) if end_token is None else f"{copy}#{end_token}"

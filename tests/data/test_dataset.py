@@ -79,6 +79,13 @@ def test_bytes_and_a_given_tokenizer(tmp_path, settings, bpe_file):
     assert prepare(settings([tmp_path / "given"], tokenizer=report.tokenizer)).train.vocab_size == report.vocab_size
 
 
+def test_a_folder_with_the_sign_of_an_end_token_in_its_name(tmp_path, settings, bpe_file):
+    source = write_jsonl(tmp_path / "a.jsonl", 50)
+    for number, choice in enumerate(("bpe", f"{bpe_file}#<|endoftext|>")):
+        report = build([source], tmp_path / f"c#{number}", tokenizer=choice, vocab_size=300, workers=0)
+        assert prepare(settings([report.folder], tokenizer=report.tokenizer)).train.n_documents > 0
+
+
 def test_refusals_write_over_nothing(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", 20)
     (tmp_path / "there").mkdir()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hymo.data import ByteTokenizer, DataError, FileTokenizer, open_tokenizer
+from hymo.data.tokenize import copy_tokenizer, file_and_end
 
 
 @settings(deadline=None)
@@ -68,6 +69,42 @@ def test_end_token_by_name(tmp_path: Path):
         open_tokenizer(f"{path}#<nix>")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     assert open_tokenizer(str(path)).end_id == 2
+
+
+def test_a_path_may_hold_the_sign_that_begins_an_end_token(tmp_path: Path):
+    plain, odd = tmp_path / "plain", tmp_path / "c#" / "d#e"
+    for folder in (plain, odd):
+        folder.mkdir(parents=True)
+        word_level(folder / "tokenizer.json", "<stop>", "</s>", "#end#")
+    for folder in (plain, odd):
+        file = folder / "tokenizer.json"
+        for place in (folder, file):
+            assert file_and_end(str(place)) == (file, None)
+            for end in ("<stop>", "</s>", "#end#"):
+                assert file_and_end(f"{place}#{end}") == (file, end)
+                assert open_tokenizer(f"{place}#{end}").end_id == ["<stop>", "</s>", "#end#"].index(end) + 2
+    absent = tmp_path / "gone#" / "tokenizer.json"
+    assert file_and_end(str(absent)) == (absent, None)
+    assert file_and_end(f"{absent}#</s>") == (absent, "</s>")
+    assert file_and_end(str(plain / "nix.json")) == (plain / "nix.json", None)
+
+
+def test_a_copy_has_the_end_token_of_what_was_copied(tmp_path: Path):
+    file = word_level(tmp_path / "words.json", "<|endoftext|>", "<stop>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    (tmp_path / "copy").mkdir()
+    copy_tokenizer(file, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    original, copied = open_tokenizer(str(file)), open_tokenizer(str(tmp_path / "copy"))
+    assert original.end_id == copied.end_id == 3
+    assert original.fingerprint == copied.fingerprint
+
+
+@pytest.mark.parametrize("settings", ["{", "[]", '{"eos_token": {}}'])
+def test_settings_that_are_none_are_named(tmp_path: Path, settings: str):
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=r"data.tokenizer: .*tokenizer_config.json' is no settings of a tokenizer"):
+        open_tokenizer(str(word_level(tmp_path / "words.json", "</s>")))
 
 
 def test_bad_tokenizer_files(tmp_path: Path):

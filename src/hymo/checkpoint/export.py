@@ -35,10 +35,10 @@ from hymo.checkpoint.weights import (
 )
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, to_dict
-from hymo.data.tokenize import open_tokenizer
+from hymo.data.tokenize import TOKENIZER, open_tokenizer
 from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
-from hymo.runs import TOKENIZER, find_checkpoint
+from hymo.runs import find_checkpoint
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MOST_A_FILE = 5e9
@@ -171,10 +171,7 @@ class ExportedWeights:
         file = self.path / TOKENIZER
         if not file.is_file():
             raise HyMoError(f"{self.path}: holds no {TOKENIZER}; accepted: a folder with the model's tokenizer")
-        beside = file.with_name("tokenizer_config.json")
-        end = _read(beside).get("eos_token") if beside.is_file() else None
-        end = end.get("content") if isinstance(end, dict) else end
-        return f"{file}#{end}" if end else str(file)
+        return str(file)  # whose end token is named beside it
 
     def _find_files(self) -> dict[str, Path]:
         """The file of each tensor, by the names of ``HyMo.state_dict()``."""
@@ -233,9 +230,7 @@ def import_export(folder: str | Path, out: str | Path) -> Path:
     tensors = {name: tensor.float() for name, tensor in weights.read(list(weights.shapes)).items()}
     data, copied = weights.config.data, tokenizer_file(weights.tokenizer)
     if copied is not None:
-        end = weights.tokenizer.partition("#")[2]
-        choice = str((target / TOKENIZER).absolute()) + (f"#{end}" if end else "")
-        data = data.model_copy(update={"tokenizer": choice})
+        data = data.model_copy(update={"tokenizer": str((target / TOKENIZER).absolute())})
     return write_weights(
         target, tensors, weights.config.model_copy(update={"data": data}), step=weights.step,
         about={"imported_from": str(weights.path.absolute()), "origin": weights.origin}, tokenizer_file=copied,

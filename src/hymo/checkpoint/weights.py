@@ -23,9 +23,10 @@ from hymo.checkpoint.manifest import WEIGHTS_ONLY, CheckpointError, Manifest, ve
 from hymo.checkpoint.safe_metadata import SafeReader, TensorPlanner, read_metadata
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, to_dict
+from hymo.data.tokenize import copy_tokenizer, file_and_end
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo
-from hymo.runs import TOKENIZER, find_checkpoint, tokenizer_of, write_config
+from hymo.runs import find_checkpoint, tokenizer_of, write_config
 
 PREFIX = "model."
 """What the names of the model's tensors begin with, in a checkpoint and in an exported folder."""
@@ -159,7 +160,7 @@ def write_weights(
         saved = store.save(partial, step, max(step, 1), {"model": dict(tensors)}, meta)
         write_config(partial, config)
         if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, partial / TOKENIZER)
+            copy_tokenizer(tokenizer_file, partial)
         publish(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -192,10 +193,7 @@ def publish(partial: Path, out: Path) -> None:
 
 def tokenizer_file(choice: str) -> Path | None:
     """The file of a tokenizer that ``data.tokenizer`` names, or None for bytes."""
-    if choice == "bytes":
-        return None
-    path = Path(choice.partition("#")[0])
-    return path / TOKENIZER if path.is_dir() else path
+    return None if choice == "bytes" else file_and_end(choice)[0]
 
 
 def groups_by_size(shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int], most: float) -> list[list[str]]:

@@ -22,11 +22,10 @@ from hymo.data.parts import Job, NoTextError, Split, digests, units_of, write_to
 from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import DATA, Source, check_unchanged, open_source
-from hymo.data.tokenize import FileTokenizer, Tokenizer, open_tokenizer
+from hymo.data.tokenize import SETTINGS, TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
 
 FORMAT = "hymo data set 1"
 PLAN = "plan.json"
-TOKENIZER = "tokenizer.json"
 _BPE_UNITS = 16  # places in the source that a BPE is trained on
 
 StageProgress = Callable[[str, int, int], None]
@@ -212,7 +211,7 @@ def _place_tokenizer(work: Path, source: Source, settings: dict[str, Any], progr
             assert isinstance(given, FileTokenizer)
             content = given.path.read_bytes()
             beside = {"eos_token": given.backend.id_to_token(given.end_id)}
-            write_synced(work / "tokenizer_config.json", json.dumps(beside).encode())
+            write_synced(work / SETTINGS, json.dumps(beside).encode())
         write_synced(place.with_suffix(".tmp"), content)
         os.replace(place.with_suffix(".tmp"), place)
     return str(place)

@@ -6,6 +6,8 @@ each document.
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ import numpy.typing as npt
 from hymo.data.bpe import in_pieces, tiktoken_of, without_long_runs
 from hymo.data.readers import DataError
 
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"  # the second may name the end token
 Ids = npt.NDArray[np.uint32]
 MOST_AT_ONCE = 1 << 20
 CHECKED_EVERY, MOST_CHECKED = 256, 1 << 14
@@ -77,7 +80,7 @@ class FileTokenizer:
 
         self.path = Path(path).expanduser()
         if self.path.is_dir():
-            self.path = self.path / "tokenizer.json"
+            self.path = self.path / TOKENIZER
         try:
             content = self.path.read_bytes()
         except OSError as error:
@@ -146,8 +149,30 @@ def open_tokenizer(choice: str, *, fast: bool = False) -> Tokenizer:
     """What `data.tokenizer` names: "bytes", or FILE, or FILE#END_TOKEN where the end token has a rare name."""
     if choice == "bytes":
         return ByteTokenizer()
-    path, _, end_token = choice.partition("#")
-    return FileTokenizer(path, end_token or None, fast=fast)
+    path, end_token = file_and_end(choice)
+    return FileTokenizer(path, end_token, fast=fast)
+
+
+def file_and_end(choice: str) -> tuple[Path, str | None]:
+    """The file that FILE, FILE#END_TOKEN or a folder in the place of FILE stands for, and the end token if it is named.
+
+    A # may be part of either: what exists is the file, and where nothing does, all before the last # (a file's name
+    after it aside).
+    """
+    marks = [at for at, sign in enumerate(choice) if sign == "#" and at]
+    places = [len(choice), *reversed(marks)]
+    missing = marks[-1] if marks and not choice.endswith(".json") else len(choice)
+    at = next((at for at in places if Path(choice[:at]).expanduser().exists()), missing)
+    path = Path(choice[:at]).expanduser()
+    return path / TOKENIZER if path.is_dir() else path, choice[at + 1 :] or None
+
+
+def copy_tokenizer(file: Path, folder: Path) -> None:
+    """Copy a tokenizer file, as tokenizer.json, with the file beside it that may name its end token; the first last."""
+    for source, name in ((file.with_name(SETTINGS), SETTINGS), (file, TOKENIZER)):
+        if name == TOKENIZER or source.is_file():
+            shutil.copyfile(source, folder / f".{name}.part")
+            os.replace(folder / f".{name}.part", folder / name)
 
 
 def _as_text(text: str | bytes) -> str:
@@ -161,10 +186,13 @@ def _find_end(path: Path, vocabulary: dict[str, int], wanted: str | None) -> int
     if wanted is not None:
         names = (wanted,)
     else:
-        beside = path.parent / "tokenizer_config.json"
+        beside = path.with_name(SETTINGS)
         if beside.is_file():
-            named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-            names = (named["content"] if isinstance(named, dict) else named, *END_NAMES)
+            try:
+                named = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+                names = (named["content"] if isinstance(named, dict) else named, *END_NAMES)
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise DataError(f"data.tokenizer: {str(beside)!r} is no settings of a tokenizer ({error!r})") from None
     for name in names:
         if name in vocabulary:
             return vocabulary[name]
