@@ -96,6 +96,7 @@ def test_skip_bad_passes_over_damaged_packed_files_of_a_folder(tmp_path, capsys)
     assert found == 2  # the good file, cut into two
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have names in Unicode alone")
 def test_names_that_are_no_text_are_printed_somehow(tmp_path):
     """They ended a build in UnicodeEncodeError after it was made."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
