@@ -3,6 +3,7 @@
 Each phase is slowed down so that the signal falls into it; a process that has come to it says so by a file.
 """
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from hymo.config_io import load_config
 from hymo.data.prepare import prepare
 from hymo.distributed import reduce
 from hymo.observe.metrics import read_metrics
+from hymo.training.stop import StopRequest
+from hymo.training.trainer import Trainer
 
 
 def wait_for(path, timeout=60.0):
@@ -173,6 +176,61 @@ def test_a_save_is_ended_first(asynchronous, lives, small_flags, tmp_path):
     if not asynchronous:
         assert last == 2
     assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def one_rank_knows(run, flags, what):
+    """Something about the first save, at update 2, in the background, comes to rank 1 alone; a trainer's record.
+
+    ``signal``: a signal while it is being written, which then fails and takes longer than the grace period.
+    ``failure``: that it failed, before a signal to both. ``spike``: the same, before a spike at update 4.
+    """
+    trainer = Trainer(load_config("tiny", flags), run_dir=Path(run))
+    save, write, write_tensors, entered = trainer.saver.save, trainer.saver._write, store._write_tensors, []
+    trainer.progress.spike_limit = lambda: 0.0 if what == "spike" and trainer.progress.attempt == 4 else None
+
+    def enter(step, *args):
+        entered.append(step)
+        save(step, *args)
+        if len(entered) == 1 and (what == "failure" or (what == "signal" and reduce.rank() == 1)):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def lose_the_last_word(step, *args):
+        write(step, *args)
+        if what != "signal" and reduce.rank() == 1 and len(entered) == 1:
+            trainer.saver._outcomes[-1] = store.CheckpointError("the last word was lost")
+
+    def slow_and_full(*args):
+        time.sleep(2.0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer.saver.save, trainer.saver._write = enter, lose_the_last_word
+    if what == "signal":
+        store._write_tensors = slow_and_full
+    try:
+        with StopRequest(None) as stop:
+            result = trainer.train(stop)
+    finally:
+        store._write_tensors = write_tensors
+    return entered, result.step, trainer.last_state_saved
+
+
+@pytest.mark.parametrize(
+    "what, record",
+    [
+        ("signal", ([2], 2, False)),  # no time is left for another
+        ("failure", ([2, 2], 2, True)),
+        ("spike", ([2, 4, 5, 6], 6, True)),
+    ],
+)
+def test_what_one_rank_heard_of_a_background_save_does_not_part_the_ranks(pool, small_flags, tmp_path, what, record):
+    """All ranks enter the next save, or none, and go back to one checkpoint. Switched off: one waits for ever."""
+    flags = [
+        *small_flags, "--training.fsdp=false", "--checkpoint.asynchronous=true", "--training.eval_every=0",
+        "--training.spike_guard=rewind", f"--checkpoint.grace_s={1 if what == 'signal' else 25}",
+    ]  # fmt: skip
+    assert pool(2, one_rank_knows, str(tmp_path), flags, what, timeout=45) == [record, record]
+    if what == "spike":
+        assert [row["step"] for row in rows(tmp_path, "loss")] == [1, 2, 3, 4, 3, 4, 5, 6]
 
 
 def slow_save_then_signal(folder, seconds):

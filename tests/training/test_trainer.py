@@ -1,5 +1,6 @@
 """A run as a whole: rows, checkpoints, resume, stop, and what is refused. Real files, real processes."""
 
+import errno
 import json
 import math
 import os
@@ -718,6 +719,24 @@ def test_a_save_that_fails_is_said_and_tried_again(small_config, tmp_path, monke
     assert "No space left on device" in capsys.readouterr().out
     trainer.save()
     assert store.read_manifest(trainer.last_checkpoint).step == 2
+
+
+def test_a_background_save_that_fails_late_is_not_the_one_after_it(small_config, tmp_path, monkeypatch, capsys):
+    """It is heard of when the next one begins. Switched off: a whole last state is said to be lost."""
+    real = store._write_tensors
+
+    def slow_and_full(folder, *args):
+        if "step-5-" in folder.name:
+            time.sleep(1.0)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(folder, *args)
+
+    monkeypatch.setattr(store, "_write_tensors", slow_and_full)
+    trainer = Trainer(changed(small_config, checkpoint={"asynchronous": True}), run_dir=tmp_path / "run")
+    result = trainer.train()
+    assert "warning: step 5 could not be saved" in capsys.readouterr().out
+    assert result.checkpoint.name == "step-6"
+    assert trainer.last_state_saved
 
 
 def test_damaged_checkpoints_are_said_and_never_begun_over(finished, capsys):

@@ -69,8 +69,12 @@ class StopRequest:
             os._exit(128 + number)
 
     def seconds_left(self, grace_s: float) -> float | None:
-        """What is left of ``grace_s`` since the first signal; None where no signal came (the clock can wait)."""
-        return None if self._signal is None else max(0.0, grace_s - (time.monotonic() - self._first_at))
+        """What is left of ``grace_s`` since the first signal; None where no signal came (the clock can wait).
+
+        The same on all ranks, the least of any (a collective): of several hosts one alone may be taken away.
+        """
+        own = None if self._signal is None else max(0.0, grace_s - (time.monotonic() - self._first_at))
+        return min((left for left in reduce.gather_objects(own) if left is not None), default=None)
 
     def reason(self, clock: bool = True) -> str | None:
         """Why to stop now, the same on all ranks (one small all-reduce), or None. ``clock`` False: signals alone."""

@@ -286,6 +286,8 @@ class Trainer:
         """Write a checkpoint of this moment; the folder appears whole or not at all. A failure is said, not raised."""
         if self.saver is None or self._saved_moment == self.progress.moment:
             return
+        self.saver.wait()
+        self._hear_saves()  # of the save before: what is heard from here on is of this one
         self._save_began = time.perf_counter()
         state = recovery.tensors(self.model, self.optimizers)
         meta = recovery.meta(self.config, self.progress, self.data.train, self.optimizers, self.device)
@@ -324,11 +326,15 @@ class Trainer:
         """Save within the grace period, all ranks alike; what cannot end in time is not begun."""
         if self.saver is None:
             return
-        left = stop.seconds_left(self.config.checkpoint.grace_s)
-        free = self.saver.wait(left)
+        free = self.saver.wait(stop.seconds_left(self.config.checkpoint.grace_s))
         self._hear_saves()
-        left = stop.seconds_left(self.config.checkpoint.grace_s)
         saved = self._saved_moment == self.progress.moment  # before an evaluation, say
+        # How a save in the background ended may have been heard by some ranks alone: all enter the next one, or none.
+        ranks = reduce.gather_objects((free, saved))
+        free, saved = all(f for f, _ in ranks), all(s for _, s in ranks)
+        if not saved:
+            self._saved_moment = None
+        left = stop.seconds_left(self.config.checkpoint.grace_s)
         can = reduce.broadcast_object(free and (saved or left is None or self._save_took < left))
         if can:
             self.save()
@@ -418,6 +424,7 @@ class Trainer:
             if t.spike_guard == "rewind" and self.saver is not None:
                 self.saver.wait()  # or one rank would have heard of the save in flight, and another not
                 self._hear_saves()
+                self.last_checkpoint = reduce.broadcast_object(self.last_checkpoint)
             if t.spike_guard == "rewind" and self.last_checkpoint is not None:
                 recovery.rewind(self.last_checkpoint, self.model, self.optimizers, p)
                 self.log.line(f"back to {self.last_checkpoint}: update {p.step}; the data read since is left out")
