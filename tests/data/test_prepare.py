@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from hymo.data import (
     DataError,
@@ -330,6 +331,17 @@ def test_data_sets_beside_others_in_a_validation_set_are_read_as_such(tmp_path, 
     assert documents(data.val["mixed"]) == texts + held_out[a]
 
 
+def test_data_sets_of_one_tokenizer_in_several_folders_are_mixed(tmp_path, settings):
+    """The second was built with the first one's tokenizer, which there has another name."""
+    text = write_texts(tmp_path / "text", 30)
+    a = build([text], tmp_path / "A", vocab_size=300, val_fraction=0.2, workers=0)
+    b = build([text], tmp_path / "B", tokenizer=a.tokenizer, val_fraction=0.2, workers=0)
+    for tokenizer in (a.tokenizer, b.tokenizer):
+        data = prepare(settings([a.folder, b.folder], tokenizer=tokenizer, val={"more": [str(b.folder), str(text)]}))
+        assert data.train.n_documents + data.val["val"].n_documents == 60
+        assert data.val["more"].n_documents == 30 + data.val["val_B"].n_documents
+
+
 def test_a_data_set_may_lie_below_the_home_folder(tmp_path, settings, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     built = build([write_texts(tmp_path / "a", 30)], tmp_path / "A", tokenizer="bytes", val_fraction=0.2, workers=0)
@@ -350,11 +362,21 @@ def test_a_validation_set_takes_no_name_of_what_is_held_out(tmp_path, settings):
     assert sorted(prepare(config).val) == ["val", "val_a", "val_b", "val_c"]
 
 
+def word_level(path: Path, vocab_size: int) -> Path:
+    words = {"[UNK]": 0, "</s>": 1} | {f"w{i}": i for i in range(2, vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(path))
+    return path
+
+
 def test_a_mix_of_several_tokenizers_is_refused(tmp_path, settings, bpe_file):
     a = prepare(settings([write_texts(tmp_path / "a", 5)])).train.folder
     b = prepare(settings([tmp_path / "a"], tokenizer=str(bpe_file))).train.folder
-    with pytest.raises(DataError, match="the sources have several tokenizers"):
-        TokenSet(a, b)
+    other = word_level(tmp_path / "tokenizer.json", 260)
+    c = prepare(settings([tmp_path / "a"], tokenizer=str(other))).train.folder
+    assert TokenSet(a).vocab_size == TokenSet(c).vocab_size
+    for second in (b, c):
+        with pytest.raises(DataError, match="the sources have several tokenizers"):
+            TokenSet(a, second)
 
 
 def test_progress_goes_through_all_sources_of_a_mix(tmp_path, settings):

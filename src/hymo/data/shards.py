@@ -195,8 +195,9 @@ def _limits(error: OSError, needed: int) -> str:
 
 
 def _fingerprint_of_mix(manifests: Sequence[dict[str, Any]], shares: Mapping[str, Fraction] | None) -> str:
-    names = {manifest["tokenizer"] for manifest in manifests}
-    if len({(manifest["tokenizer"], manifest["vocab_size"]) for manifest in manifests}) > 1:
+    names = {manifest["tokenizer"] for manifest in manifests}  # of the folder it lies in: one content may have several
+    contents = {m["tokenizer_fingerprint"] for m in manifests if "tokenizer_fingerprint" in m}
+    if len(contents) > 1 or len({manifest["vocab_size"] for manifest in manifests}) > 1:
         raise DataError(f"data.source: the sources have several tokenizers ({', '.join(sorted(names))}); accepted: one")
     text = "|".join(manifest["fingerprint"] for manifest in manifests)
     if shares is not None:
@@ -258,6 +259,7 @@ def write_manifest(
         "format": FORMAT,
         "dtype": _dtype_of(tokenizer).name,
         "tokenizer": tokenizer.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "fingerprint": digest.hexdigest(),
     }
