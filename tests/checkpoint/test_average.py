@@ -76,6 +76,22 @@ def test_it_is_read_like_a_run_and_no_run_goes_on_from_it(run, tmp_path, capsys)
     assert "holds weights alone" in capsys.readouterr().err
 
 
+def test_a_run_may_be_named_from_within(run, monkeypatch):
+    """By "." and by what lies in it. Switched off: a traceback, or a folder among the run's checkpoints."""
+    folder, _ = run
+    for where, paths, last in [
+        (folder, ["."], 2),
+        (folder, ["checkpoints/step-5", "checkpoints/step-10", "checkpoints/step-40"], None),
+        (folder / "checkpoints", ["step-5", "step-10", "step-40", "step-80"], None),
+        (folder / "checkpoints" / "step-10", ["../step-5", "../step-40", "../step-80", "../step-90", "."], None),
+    ]:
+        monkeypatch.chdir(where)
+        made = average(paths, last)
+        assert made.parent.parent == folder.with_name(f"base-average-{last or len(paths)}")
+    with pytest.raises(HyMoError, match="step-10 twice"):
+        average([".", "../step-10"])
+
+
 def test_two_runs_of_one_model_can_be_averaged(run, tmp_path):
     folder, config = run
     other, _ = make(tmp_path / "runs" / "other", steps=(70,))

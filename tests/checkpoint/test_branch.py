@@ -163,6 +163,13 @@ def test_without_links_it_copies(parent, monkeypatch):
     assert manifest.verify(list_checkpoints(branch(parent, 40, 10))[0]).step == 40
 
 
+def test_a_run_may_be_named_from_within(parent, monkeypatch):
+    monkeypatch.chdir(parent)
+    assert branch(".", 40, 10) == parent.with_name("base-decay-40")
+    monkeypatch.chdir(parent / "checkpoints")
+    assert extend("..", 300) == parent.with_name("base-extend-300")
+
+
 def test_names_that_are_taken_are_left_alone(parent):
     assert [branch(parent, 40, 10).name for _ in range(3)] == ["base-decay-40", "base-decay-40-2", "base-decay-40-3"]
     assert branch(parent, None, 10).name == "base-decay-80"

@@ -35,6 +35,7 @@ def average(paths: Sequence[str | Path], last: int | None = None, out: str | Pat
     is the result, and AT_ONCE of one checkpoint. Raises HyMoError: not enough checkpoints, or of different models.
     """
     chosen = _last_of_stable_phase(Path(paths[0]), last) if last is not None else [find_checkpoint(p) for p in paths]
+    chosen = [path.resolve() for path in chosen]  # "." has no name, and no folder beside it
     if last is not None and len(paths) > 1:
         raise HyMoError(f"--last: found beside {len(paths)} paths; accepted: one run, or checkpoints without --last")
     if len(chosen) < 2:
@@ -42,7 +43,7 @@ def average(paths: Sequence[str | Path], last: int | None = None, out: str | Pat
     if doubled := [path for path in chosen if chosen.count(path) > 1]:
         raise HyMoError(f"average: found {doubled[0]} twice; accepted: different checkpoints")
     run = chosen[-1].parent.parent if chosen[-1].parent.name == FOLDER else chosen[-1]
-    target = Path(out) if out is not None else run.with_name(f"{run.resolve().name}-average-{len(chosen)}")
+    target = Path(out) if out is not None else run.with_name(f"{run.name}-average-{len(chosen)}")
     refuse_used(target)
     weights = [CheckpointWeights(path) for path in chosen]
     for other in weights[1:]:

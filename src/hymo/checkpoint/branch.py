@@ -251,7 +251,7 @@ def _rows_until(metrics: Path, attempt: int) -> str:
 
 
 def _free(run: Path, name: str) -> Path:
-    first = run.with_name(f"{run.resolve().name}-{name}")
+    first = run.resolve().with_name(f"{run.resolve().name}-{name}")  # "." has no name
     target, number = first, 2
     while target.exists():
         target, number = first.with_name(f"{first.name}-{number}"), number + 1
