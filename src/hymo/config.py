@@ -58,7 +58,7 @@ class ModelConfig(Section):
     norm_eps: float = Field(1e-6, gt=0)
     """epsilon of every RMSNorm"""
     mla_every: int = Field(4, ge=1)
-    """every n-th block is an MLA block, the others are GDN blocks (4 = three GDN to one MLA)"""
+    """every n-th block is latent attention (MLA), the others are gated recurrences (GDN): 4 = three GDN to one MLA"""
 
     gdn_heads: int = Field(40, ge=1)
     """heads H of a GDN block"""
@@ -298,7 +298,7 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes, or a tokenizer file of the `tokenizers` library (FILE#TOKEN names its end token)"""
     val_fraction: float = Field(0.02, gt=0, lt=1)
-    """share of the documents that is held out"""
+    """share of the documents of text that is held out (a built data set has its own)"""
     val: dict[str, list[str]] | None = None
     """further validation sets by name: {NAME: [paths]}"""
     cache_dir: str | None = None
