@@ -101,6 +101,14 @@ def test_the_plan_counts_what_a_cuda_graph_reserves(capsys):
     assert "training.cuda_graphs: found true with reshard layer" in capsys.readouterr().err
 
 
+def test_the_plan_counts_the_hosts_copy_of_a_background_save(capsys):
+    words = ["hymo_750m", "--gpus", "4", "--device", "h200", "--checkpoint.asynchronous"]
+    out = printed(capsys, *words, "true")
+    assert "│ host: copy of a background save │         │   3.01 GiB │" in out  # 1.06 and 1.95 of the rows above
+    assert "│   pinned, in powers of two      │         │   3.32 GiB │" in out
+    assert "background save" not in printed(capsys, *words, "false")
+
+
 def test_the_plan_for_a_thousand_gpus(capsys):
     words = ["--training.global_batch_size", "4096", "--training.replicas", "128"]
     out = printed(capsys, "hymo_750m", "--gpus", "1024", "--device", "h200", *words)

@@ -8,14 +8,17 @@ backward of the heaviest block; the reduction of its gradients; the optimizer's 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hymo.config import HyMoConfig
 from hymo.data.loader import Deal
-from hymo.distributed.fsdp import replicated_parameters
+from hymo.distributed.fsdp import placement, replicated_parameters
 from hymo.models.model import HyMo
 from hymo.optim.build import plan_step
 from hymo.optim.partition import Partition, partition
+from hymo.optim.update import statistic_axis
 from hymo.planning.activations import (
     Activations,
     Setting,
@@ -117,20 +120,54 @@ def memory_of(config: HyMoConfig, model: HyMo, ranks: int, reshard: str, *, devi
     # The last backward of an attempt frees the gathered weights, with `step` too (`begin_micro_batch`).
     moments[OPTIMIZER] = {"gradients": held, "optimizer's buffers": buffers}
     moments = {name: {term: n for term, n in terms.items() if n > 0} for name, terms in moments.items()}
+    states = float(sum(state_blocks(config, model, table, s.shards)))
     replayed = t.cuda_graphs and n > 2 and reshard == "step" and t.activation_checkpointing == "none"
     graph = kept + _head(config, setting, tokens) if replayed else 0.0
-    return Memory(held, held, state_bytes(model, table, s.shards), moments, tokens, activations, graph)
+    return Memory(held, held, states, moments, tokens, activations, graph)
 
 
-def state_bytes(model: HyMo, table: Partition, shards: int) -> float:
-    """The optimizer's state: two moments of an AdamW parameter, or the momentum and a moment a row of a matrix."""
-    whole, total = set(replicated_parameters(model)), 0.0
+def state_blocks(config: HyMoConfig, model: HyMo, table: Partition, shards: int) -> Iterator[int]:
+    """Bytes of each tensor of the optimizer's state on the fullest rank.
+
+    Two moments and a counter of an AdamW parameter; of a matrix the momentum, and a second moment a row or a column.
+    """
+    whole = set(replicated_parameters(model))
     for row in table:
         part = row.numel if row.name in whole else padded_part(row.shape, shards)
-        total += FP32 * part * (2 if row.algorithm == "adamw" else 1)
+        yield FP32 * part
+        if row.algorithm == "adamw":
+            yield from (FP32 * part, FP32)
         if row.algorithm == "normuon":
-            total += FP32 * part / row.shape[-1]
-    return total
+            *lead, m, n = row.shape
+            blocks = row.row_blocks or (m,)
+            axes = {statistic_axis(config.optimizer.axis, rows, n) for rows in blocks}
+            if -1 in axes:
+                yield FP32 * part // n
+            if -2 in axes:  # whole on every rank, unless experts are what is cut
+                cut = lead and placement(row.shape, shards).dim == 0
+                yield FP32 * len(blocks) * n * (-(-lead[0] // shards) if cut else math.prod(lead))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Memory of the host that a rank's saves in the background keep from the first on, in bytes.
+
+    ``pinned``: what torch's allocator of pinned memory takes for the copies of a GPU's tensors: each a power of two.
+    """
+
+    copied: int
+    pinned: int
+
+
+def snapshot_of(config: HyMoConfig, model: HyMo, ranks: int) -> Snapshot:
+    """What ``checkpoint.saver.snapshot`` holds on the fullest of ``ranks``: parameters, buffers, optimizer state."""
+    shards = ranks // config.training.replicas
+    whole, cut = replicated_parameters(model), dict(model.named_parameters(remove_duplicate=False))
+    blocks = list(state_blocks(config, model, partition(model, config.optimizer), shards))
+    for name, tensor in model.state_dict().items():  # a tied head has a copy of its own
+        is_cut = name in cut and name not in whole
+        blocks.append(FP32 * (padded_part(tuple(tensor.shape), shards) if is_cut else tensor.numel()))
+    return Snapshot(sum(blocks), sum(1 << (block - 1).bit_length() for block in blocks))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hymo.distributed.fsdp import resolve_reshard
 from hymo.models.model import HyMo
 from hymo.observe.devices import Device
 from hymo.observe.units import duration, size
-from hymo.planning.memory import Memory, memory_of
+from hymo.planning.memory import Memory, Snapshot, memory_of, snapshot_of
 from hymo.planning.traffic import Traffic, traffic_of
 
 MODES = ("none", "selective", "block")
@@ -37,6 +37,10 @@ class RankPlan:
     @property
     def memory(self) -> Memory:
         return memory_of(self.config, self.model, self.gpus, self.reshard)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return snapshot_of(self.config, self.model, self.gpus)
 
     @property
     def traffic(self) -> Traffic:
@@ -95,6 +99,11 @@ def memory_table(plan: RankPlan) -> Table:
         table.add_row("reserved by the CUDA graph beside it", "", size(memory.graph))
     if plan.device is not None:
         table.add_row("the device has", "", size(plan.device.memory))
+    if plan.config.checkpoint.asynchronous:
+        snapshot = plan.snapshot
+        table.add_section()
+        table.add_row("host: copy of a background save", "", size(snapshot.copied))
+        table.add_row("  pinned, in powers of two", "", size(snapshot.pinned))
     return table
 
 
