@@ -1,9 +1,11 @@
+import errno
 import json
 import os
 
 import pytest
 import torch
 
+from hymo.checkpoint import branch as module
 from hymo.checkpoint import manifest
 from hymo.checkpoint.branch import branch, eligible_checkpoints, extend, read_branch
 from hymo.checkpoint.store import flatten, list_checkpoints, load, save
@@ -168,6 +170,60 @@ def test_a_run_may_be_named_from_within(parent, monkeypatch):
     assert branch(".", 40, 10) == parent.with_name("base-decay-40")
     monkeypatch.chdir(parent / "checkpoints")
     assert extend("..", 300) == parent.with_name("base-extend-300")
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """``meanwhile(call)``: once, while a branch's folder is filled and has no name yet, ``call`` happens."""
+
+    def arrange(call):
+        fill = module._fill
+
+        def call_and_fill(partial, *args):
+            monkeypatch.setattr(module, "_fill", fill)
+            fill(partial, *args)
+            call()
+
+        monkeypatch.setattr(module, "_fill", call_and_fill)
+
+    return arrange
+
+
+def test_of_two_that_branch_at_once_each_gets_its_own(parent, meanwhile):
+    """A sweep of rates. Switched off: one is returned the other's run, or none."""
+    made = []
+    meanwhile(lambda: made.append(branch(parent, 40, 25, ["--optimizer.adamw_lr=2e-4"])))
+    made.insert(0, branch(parent, 40, 25, ["--optimizer.adamw_lr=1e-4"]))
+    assert [run.name for run in made] == ["base-decay-40", "base-decay-40-2"]
+    for run, rate in zip(made, (1e-4, 2e-4), strict=True):
+        assert load_config(run / "config.yaml").optimizer.adamw_lr == rate
+        assert read_branch(run).differences["optimizer.adamw_lr"][1] == rate
+        assert manifest.verify(list_checkpoints(run)[0]).step == 40
+    note = (parent / "checkpoints" / "step-40.pinned").read_text()
+    assert sorted(note.splitlines()) == [f"decay in {run}" for run in made]
+    assert sorted(path.name for path in parent.parent.iterdir()) == ["base", *(run.name for run in made)]
+
+
+def test_of_two_that_ask_for_one_folder_one_is_refused(parent, meanwhile):
+    def other():
+        with pytest.raises(HyMoError, match="wanted exists already"):
+            branch(parent, 80, 5, run_dir=parent.with_name("wanted"))
+
+    meanwhile(other)
+    assert read_branch(branch(parent, 40, 25, run_dir=parent.with_name("wanted"))).step == 40
+
+
+def test_a_branch_that_cannot_be_filled_leaves_its_name_free(parent, meanwhile):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    meanwhile(full)
+    with pytest.raises(OSError, match="No space left"):
+        branch(parent, 40, 25)
+    assert [path.name for path in parent.parent.iterdir()] == ["base"]
+    stale = parent.with_name(".base-decay-40.part")  # of one that was killed
+    (stale / "checkpoints" / "step-3").mkdir(parents=True)
+    assert [path.name for path in list_checkpoints(branch(parent, 40, 25))] == ["step-40"]
 
 
 def test_names_that_are_taken_are_left_alone(parent):

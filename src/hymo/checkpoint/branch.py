@@ -24,7 +24,7 @@ from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, to_dict
 from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
-from hymo.runs import CONFIG, METRICS, with_absolute_paths, write_config
+from hymo.runs import CONFIG, METRICS, forget_if_empty, with_absolute_paths, write_config
 from hymo.training.scheduler import Phases, branch_phases, eligible, extend_phases
 
 BRANCH = "branch.json"
@@ -163,9 +163,6 @@ def _create(
     name: str,
 ) -> Path:
     config = _new_config(parent, phases, overrides)
-    target = Path(run_dir) if run_dir is not None else _free(parent.run, name)
-    if target.exists():
-        raise HyMoError(f"--run-dir: {target} exists already; accepted: another name")
     about = Branch(
         kind=kind,
         parent=str(parent.run.resolve()),
@@ -176,15 +173,34 @@ def _create(
         after=list(phases),
         differences=_differences(to_dict(parent.config), to_dict(config)),
     )
-    files.pin(parent.checkpoint, f"{kind} in {target.resolve()}")
+    target = _reserve(parent.run, name, run_dir)
     partial = target.with_name(f".{target.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
+        files.pin(parent.checkpoint, f"{kind} in {target.resolve()}")
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed: only who has the target is here
         _fill(partial, parent, config, about)
+        if os.name == "nt":  # where no folder is renamed over an empty one
+            target.rmdir()
         partial.rename(target)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        forget_if_empty(target)
+        raise
     return target
+
+
+def _reserve(run: Path, name: str, run_dir: str | os.PathLike | None) -> Path:
+    """Make the new run's folder, empty: ``run_dir``, or the next free ``RUN-NAME``. Of two at once each has its own."""
+    first = run.resolve().with_name(f"{run.resolve().name}-{name}")  # "." has no name
+    target, number = Path(run_dir) if run_dir is not None else first, 2
+    while True:
+        try:
+            target.mkdir(parents=True)
+            return target
+        except FileExistsError:
+            if run_dir is not None:
+                raise HyMoError(f"--run-dir: {target} exists already; accepted: another name") from None
+            target, number = first.with_name(f"{first.name}-{number}"), number + 1
 
 
 def _new_config(parent: _Parent, phases: Phases, overrides: Sequence[str]) -> HyMoConfig:
@@ -248,14 +264,6 @@ def _rows_until(metrics: Path, attempt: int) -> str:
         if row.get("attempt", attempt + 1) <= attempt:
             kept.append(line)
     return "".join(line + "\n" for line in kept)
-
-
-def _free(run: Path, name: str) -> Path:
-    first = run.resolve().with_name(f"{run.resolve().name}-{name}")  # "." has no name
-    target, number = first, 2
-    while target.exists():
-        target, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return target
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:

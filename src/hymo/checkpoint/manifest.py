@@ -209,10 +209,12 @@ def step_of(path: Path) -> int:
 
 def pin(path: Path, reason: str) -> None:
     """Keep a checkpoint for good: a note beside it, one line a reason. Retention then leaves it alone."""
-    note = path.with_name(path.name + PIN)
-    lines = note.read_text(encoding="utf-8").splitlines() if note.exists() else []
-    if reason not in lines:
-        write_atomically(note, "\n".join([*lines, reason]) + "\n")
+    with open(path.with_name(path.name + PIN), "a+", encoding="utf-8") as note:  # of two at once both are kept
+        note.seek(0)
+        if reason not in note.read().splitlines():
+            note.write(reason + "\n")
+            note.flush()
+            os.fsync(note.fileno())
 
 
 def prune(
