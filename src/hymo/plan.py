@@ -127,7 +127,7 @@ def parameter_table(config: HyMoConfig) -> Table:
 def print_plan(
     config: HyMoConfig, *, rows: bool = False, gpus: int = 1, device: Device | None = None, mfu: float = 0.4
 ) -> int:
-    """Print the plan of ``gpus`` ranks on a device; ``rows``: the partition parameter by parameter."""
+    """Print the plan of ``gpus`` ranks on a device; ``rows``: the partition (and placements) parameter by parameter."""
     import torch
 
     from hymo.distributed.fsdp import placements
@@ -164,13 +164,14 @@ def print_plan(
     console.print()
     console.print(starts)
     table = partition(model, config.optimizer)
-    lines(["\nOptimizer partition", str(table) if rows else table.summary()])
+    shards = gpus // config.training.replicas
+    where = {name: place for name, _, place in placements(model, shards)} if gpus > 1 else {}
+    lines(["\nOptimizer partition", *(show.partition_lines(table, where) if rows else [table.summary()])])
 
     lines([f"\nOn {gpus} GPU{'s' if gpus > 1 else ''}", show.deal_line(plan)])
     if gpus > 1:
-        shards = gpus // config.training.replicas
-        kinds = Counter(where for _, _, where in placements(model, shards))
-        lines(["placements: " + ", ".join(f"{n} parameters {where}" for where, n in kinds.most_common())])
+        kinds = Counter(where.values()).most_common()
+        lines(["placements: " + ", ".join(f"{n} parameters {place}" for place, n in kinds)])
         itemsize = 2 if config.training.fsdp_mixed_precision == "bfloat16" else 4
         lines(str(plan_step(table, shards, config.optimizer, itemsize, config.training.replicas)).splitlines())
     console.print(show.memory_table(plan))

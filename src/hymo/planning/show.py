@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -14,6 +14,7 @@ from hymo.distributed.fsdp import resolve_reshard
 from hymo.models.model import HyMo
 from hymo.observe.devices import Device
 from hymo.observe.units import duration, size
+from hymo.optim.partition import Partition
 from hymo.planning.memory import Memory, Snapshot, memory_of, snapshot_of
 from hymo.planning.traffic import Traffic, traffic_of
 
@@ -179,6 +180,16 @@ def time_lines(plan: RankPlan, flops_per_token: float, mfu: float) -> Iterator[s
     needed = plan.traffic.total / seconds / 1e9
     if needed:
         yield f"to hide what is sent behind that, a rank needs {needed:,.1f} GB/s each way"
+
+
+def partition_lines(table: Partition, placements: Mapping[str, str]) -> list[str]:
+    """The partition parameter by parameter; ``placements``: a last column, where each is cut (empty: no column)."""
+    lines = str(table).splitlines()
+    if not placements:
+        return lines
+    head, summary = lines[: len(table) + 1], lines[len(table) + 1 :]
+    cells, width = ["placement", *(placements[row.name] for row in table)], max(map(len, head))
+    return [f"{line:<{width}}  {cell}" for line, cell in zip(head, cells, strict=True)] + summary
 
 
 def deal_line(plan: RankPlan) -> str:
