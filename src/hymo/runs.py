@@ -213,7 +213,7 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
 
 def tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
     """The run's own copy of the tokenizer file where there is one, with the end token that the configuration names."""
-    copy = checkpoint.parent.parent / TOKENIZER
+    copy = checkpoint.resolve().parent.parent / TOKENIZER  # "." has no parents
     if not copy.is_file():
         return config.data.tokenizer
     _, end_token = file_and_end(config.data.tokenizer)

@@ -564,6 +564,9 @@ def test_a_run_can_be_used_from_another_folder_with_its_own_tokenizer(small_flag
     (tmp_path / "here" / "t.json").unlink()
     out = hymo("generate", "here/run", "x", "--max-tokens", "3", "--training.device=cpu", capsys=capsys).out
     assert out.startswith("x")
+    monkeypatch.chdir(tmp_path / "here/run/checkpoints/step-6")  # the copy is found from within, too
+    for place in (".", "../step-6"):
+        assert hymo("generate", place, "x", "--max-tokens", "3", "--training.device=cpu", capsys=capsys).out == out
 
 
 @pytest.mark.parametrize(

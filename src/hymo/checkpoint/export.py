@@ -108,7 +108,7 @@ def _write_description(folder: Path, weights: CheckpointWeights, dtype: str) -> 
     origin = {
         "hymo": hymo.__version__,
         "step": weights.step,
-        "run": weights.path.parent.parent.absolute().name,
+        "run": weights.path.absolute().parent.parent.name,
         "manifest_sha256": sha256(weights.path / MANIFEST),
         "tokenizer": "bytes" if weights.tokenizer == "bytes" else TOKENIZER,
     }

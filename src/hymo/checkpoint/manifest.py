@@ -190,6 +190,7 @@ def free_name(run_dir: Path, step: int, attempt: int) -> str:
 
 def one_before(path: Path) -> Path | None:
     """The newest whole checkpoint of the same run up to the step of ``path``, to offer instead of a damaged one."""
+    path = path.absolute()
     if path.parent.name != FOLDER or not _NAME.fullmatch(path.name):
         return None
     others = [p for p in list_checkpoints(path.parent.parent) if p.name != path.name and step_of(p) <= step_of(path)]
