@@ -123,7 +123,7 @@ def build_parser() -> Parser:
     plan.add_argument("--device", metavar="NAME", help=f"their kind: {', '.join(SHORT)} (default: this GPU)")
     plan.add_argument("--mfu", type=float, default=0.4, metavar="X", help="utilisation to reckon with (default: 0.4)")
     plan.add_argument("--check", action="store_true", help="run 3 steps here: predicted beside measured")
-    plan.add_argument("--rows", action="store_true", help="print the optimizer's partition parameter by parameter")
+    plan.add_argument("--rows", action="store_true", help="each parameter: who updates it, and its cut over GPUs")
     plan.set_defaults(run=run_plan, parser=plan)
 
     branch = verbs.add_parser("branch", help="a new run from a checkpoint of the stable phase: a decay, or more steps")
