@@ -89,11 +89,10 @@ def test_resume_at_each_of_20_updates(whole):
     biases, the rate of the update that comes.
     """
     right = rows(whole)
-    fresh = Trainer(configure("--data.workers=0"))
-    order = batches(fresh, STEPS + 4)
+    readers = {workers: Trainer(configure(f"--data.workers={workers}")) for workers in (0, 1, 3)}
+    order = batches(readers[0], STEPS + 4)
     for at in range(1, STEPS + 1):
-        for workers in (0, 1, 3):
-            trainer = fresh if workers == 0 else Trainer(configure(f"--data.workers={workers}"), model=fresh.model)
+        for workers, trainer in readers.items():
             trainer.progress.position = store.read_manifest(checkpoint(whole, at)).meta["position"]
             trainer._restart_stream()
             assert all(map(torch.equal, batches(trainer, 3), order[at : at + 3])), (at, workers)
