@@ -1,17 +1,28 @@
 """Names and folders of runs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from hymo.checkpoint.average import average
 from hymo.checkpoint.export import export, import_export
 from hymo.cli import main
 from hymo.config_io import load_config
 from hymo.data import open_tokenizer
 from hymo.errors import HyMoError
-from hymo.runs import keep_tokenizer, newest_run_dir, open_run, refuse_existing, refuse_foreign, reserve_run_dir
+from hymo.runs import (
+    find_checkpoint,
+    keep_tokenizer,
+    newest_run_dir,
+    open_run,
+    refuse_existing,
+    refuse_foreign,
+    reserve_run_dir,
+    tokenizer_of,
+)
 
 
 @pytest.mark.parametrize("name", ["tiny", "exp[1]", "a*b", "x?"])
@@ -32,6 +43,30 @@ def test_a_name_that_is_taken_unseen_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr("hymo.runs._run_numbers", lambda name, root: [])
     (tmp_path / "exp-1").mkdir()
     assert reserve_run_dir("exp", tmp_path) == tmp_path / "exp-2"
+
+
+def test_a_place_that_is_not_there_is_said(tmp_path):
+    """A link to a disk that is not mounted: the folder can be neither seen nor made."""
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(HyMoError, match="cannot be made"):
+        reserve_run_dir("tiny", tmp_path / "runs")
+
+
+def test_checkpoints_may_lie_on_another_disk(make_run, tmp_path, monkeypatch):
+    """RUN/checkpoints is a link: the run, not the other disk, has the tokenizer and names what is made of it."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    shutil.copytree(make_run(), run)
+    shutil.move(run / "checkpoints", disk)
+    (run / "checkpoints").symlink_to(disk)
+    (run / "tokenizer.json").write_text("{}")
+    config = load_config(run / "config.yaml")
+    for folder, name in ((tmp_path, "run"), (run, ".")):
+        monkeypatch.chdir(folder)
+        assert tokenizer_of(find_checkpoint(name), config) == str(run / "tokenizer.json")
+    (run / "tokenizer.json").unlink()
+    shutil.copytree(disk / "step-6", disk / "step-7")
+    made = average([run / "checkpoints/step-6", run / "checkpoints/step-7"])
+    assert made.parent.parent == tmp_path / "run-average-2"
 
 
 def test_a_run_that_never_began_is_no_run(tmp_path):

@@ -7,6 +7,7 @@ RUN/tokenizer.json, RUN/tokenizer_config.json.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +32,13 @@ CONFIG, METRICS, SAMPLES = "config.yaml", "metrics.jsonl", "samples.jsonl"
 
 def reserve_run_dir(name: str, root: Path = Path("runs")) -> Path:
     """Make the next free ``runs/NAME-N``; of two runs that start at once, each gets its own."""
+    make_run_dir(root)
     number = max(_run_numbers(name, root), default=0)
     while True:
         number += 1  # also where a name is taken that is not seen: file systems that take Exp-1 for exp-1
         folder = root / f"{name}-{number}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             continue
@@ -213,8 +215,10 @@ def open_run(path: str | Path, overrides: Sequence[str] = ()) -> OpenRun:
 
 def tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
     """The run's own copy of the tokenizer file where there is one, with the end token that the configuration names."""
-    copy = checkpoint.resolve().parent.parent / TOKENIZER  # "." has no parents
-    if not copy.is_file():
+    # "." has no parents, and of a run whose checkpoints lie on another disk (a link) the first place is the right one
+    places = [Path(os.path.abspath(checkpoint)), checkpoint.resolve()]
+    copy = next((file for p in places if (file := p.parent.parent / TOKENIZER).is_file()), None)
+    if copy is None:
         return config.data.tokenizer
     _, end_token = file_and_end(config.data.tokenizer)
     return str(copy) if end_token is None else f"{copy}#{end_token}"

@@ -193,9 +193,9 @@ def test_of_two_that_branch_at_once_each_gets_its_own(parent, meanwhile):
     """A sweep of rates. Switched off: one is returned the other's run, or none."""
     made = []
     meanwhile(lambda: made.append(branch(parent, 40, 25, ["--optimizer.adamw_lr=2e-4"])))
-    made.insert(0, branch(parent, 40, 25, ["--optimizer.adamw_lr=1e-4"]))
+    made.append(branch(parent, 40, 25, ["--optimizer.adamw_lr=1e-4"]))
     assert [run.name for run in made] == ["base-decay-40", "base-decay-40-2"]
-    for run, rate in zip(made, (1e-4, 2e-4), strict=True):
+    for run, rate in zip(made, (2e-4, 1e-4), strict=True):
         assert load_config(run / "config.yaml").optimizer.adamw_lr == rate
         assert read_branch(run).differences["optimizer.adamw_lr"][1] == rate
         assert manifest.verify(list_checkpoints(run)[0]).step == 40
@@ -205,12 +205,18 @@ def test_of_two_that_branch_at_once_each_gets_its_own(parent, meanwhile):
 
 
 def test_of_two_that_ask_for_one_folder_one_is_refused(parent, meanwhile):
-    def other():
-        with pytest.raises(HyMoError, match="wanted exists already"):
-            branch(parent, 80, 5, run_dir=parent.with_name("wanted"))
+    wanted = parent.with_name("wanted")
+    meanwhile(lambda: branch(parent, 80, 5, run_dir=wanted))
+    with pytest.raises(HyMoError, match="wanted exists already"):
+        branch(parent, 40, 25, run_dir=wanted)
+    assert read_branch(wanted).step == 80
+    assert sorted(path.name for path in parent.parent.iterdir()) == ["base", "wanted"]
 
-    meanwhile(other)
-    assert read_branch(branch(parent, 40, 25, run_dir=parent.with_name("wanted"))).step == 40
+
+def test_an_empty_folder_may_become_a_branch(parent):
+    """What a killed command left, or the user made."""
+    (empty := parent.with_name("empty")).mkdir()
+    assert read_branch(branch(parent, 40, 25, run_dir=empty)).step == 40
 
 
 def test_a_branch_that_cannot_be_filled_leaves_its_name_free(parent, meanwhile):
@@ -221,9 +227,7 @@ def test_a_branch_that_cannot_be_filled_leaves_its_name_free(parent, meanwhile):
     with pytest.raises(OSError, match="No space left"):
         branch(parent, 40, 25)
     assert [path.name for path in parent.parent.iterdir()] == ["base"]
-    stale = parent.with_name(".base-decay-40.part")  # of one that was killed
-    (stale / "checkpoints" / "step-3").mkdir(parents=True)
-    assert [path.name for path in list_checkpoints(branch(parent, 40, 25))] == ["step-40"]
+    assert branch(parent, 40, 25).name == "base-decay-40"
 
 
 def test_names_that_are_taken_are_left_alone(parent):

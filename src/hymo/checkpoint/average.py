@@ -6,6 +6,7 @@ like all other tensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def average(paths: Sequence[str | Path], last: int | None = None, out: str | Pat
     is the result, and AT_ONCE of one checkpoint. Raises HyMoError: not enough checkpoints, or of different models.
     """
     chosen = _last_of_stable_phase(Path(paths[0]), last) if last is not None else [find_checkpoint(p) for p in paths]
-    chosen = [path.resolve() for path in chosen]  # "." has no name, and no folder beside it
+    chosen = [Path(os.path.abspath(path)) for path in chosen]  # "." has no name, and no folder beside it
     if last is not None and len(paths) > 1:
         raise HyMoError(f"--last: found beside {len(paths)} paths; accepted: one run, or checkpoints without --last")
     if len(chosen) < 2:

@@ -9,9 +9,11 @@ what differs. It is then a run like any other: ``hymo train --run-dir NEW --resu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from hymo.config import HyMoConfig
 from hymo.config_io import build_config, load_config, merge, parse_overrides, to_dict
 from hymo.errors import HyMoError
 from hymo.models.model import build_hymo
-from hymo.runs import CONFIG, METRICS, forget_if_empty, with_absolute_paths, write_config
+from hymo.runs import CONFIG, METRICS, with_absolute_paths, write_config
 from hymo.training.scheduler import Phases, branch_phases, eligible, extend_phases
 
 BRANCH = "branch.json"
@@ -173,34 +175,38 @@ def _create(
         after=list(phases),
         differences=_differences(to_dict(parent.config), to_dict(config)),
     )
-    target = _reserve(parent.run, name, run_dir)
-    partial = target.with_name(f".{target.name}.part")
+    first = Path(os.path.abspath(parent.run))  # "." has no name
+    first = Path(run_dir) if run_dir is not None else first.with_name(f"{first.name}-{name}")
+    if run_dir is not None and first.exists() and (not first.is_dir() or any(first.iterdir())):
+        raise HyMoError(f"--run-dir: {first} exists already; accepted: another name")
+    partial = first.with_name(f".{first.name}.{uuid.uuid4().hex[:8]}.part")  # its own, of two branches at once
     try:
-        files.pin(parent.checkpoint, f"{kind} in {target.resolve()}")
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed: only who has the target is here
+        files.pin(parent.checkpoint, f"{kind} in {first.resolve()}")
         _fill(partial, parent, config, about)
-        if os.name == "nt":  # where no folder is renamed over an empty one
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
+        for number in itertools.count(1):
+            target = first if number == 1 else first.with_name(f"{first.name}-{number}")
+            if _take_name(partial, target):
+                break
+            if run_dir is not None:
+                raise HyMoError(f"--run-dir: {target} exists already; accepted: another name")
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        forget_if_empty(target)
-        raise
+    if target != first:
+        files.pin(parent.checkpoint, f"{kind} in {target.resolve()}")
     return target
 
 
-def _reserve(run: Path, name: str, run_dir: str | os.PathLike | None) -> Path:
-    """Make the new run's folder, empty: ``run_dir``, or the next free ``RUN-NAME``. Of two at once each has its own."""
-    first = run.resolve().with_name(f"{run.resolve().name}-{name}")  # "." has no name
-    target, number = Path(run_dir) if run_dir is not None else first, 2
-    while True:
-        try:
-            target.mkdir(parents=True)
-            return target
-        except FileExistsError:
-            if run_dir is not None:
-                raise HyMoError(f"--run-dir: {target} exists already; accepted: another name") from None
-            target, number = first.with_name(f"{first.name}-{number}"), number + 1
+def _take_name(partial: Path, target: Path) -> bool:
+    """Rename a folder that is complete, unless something is there (an empty folder is nothing): then False."""
+    try:
+        if os.name == "nt" and target.is_dir():  # where no folder is renamed over an empty one
+            target.rmdir()
+        partial.rename(target)
+    except OSError:
+        if target.exists() or target.is_symlink():
+            return False
+        raise
+    return True
 
 
 def _new_config(parent: _Parent, phases: Phases, overrides: Sequence[str]) -> HyMoConfig:
