@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from hymo.config import SECTIONS, ConfigError, HyMoConfig, ModelConfig, SchedulerConfig
+from hymo.cli import main
+from hymo.config import SECTIONS, ConfigError, HyMoConfig, ModelConfig, SchedulerConfig, refuse_without_effect
 from hymo.config_io import (
     build_config,
     derived_values,
@@ -185,15 +186,28 @@ def test_options_that_never_had_an_effect_are_refused_with_what_to_use(section, 
         (["--training.micro_batch_size=17"], "training.micro_batch_size"),
         (["--scheduler.stable_frac=0.5"], "scheduler"),
         (["--scheduler.warmup_steps=200", "--scheduler.decay_steps=200"], "scheduler"),
-        (["--scheduler.stable_frac=0.83", "--scheduler.decay_steps=200"], "scheduler"),
-        (["--optimizer.orthogonalize=exact", "--optimizer.ns_iterations=3"], "optimizer.ns_iterations"),
-        (["--optimizer.orthogonalize=deepseek_v4", "--optimizer.ns_iterations=10"], "optimizer.ns_iterations"),
-        (["--optimizer.normalize=false", "--optimizer.axis=long"], "optimizer.axis"),
     ],
 )
 def test_impossible_combinations_name_a_key(flags, key):
     found = faults(flags)
     assert any(line.startswith(key) and "accepted" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--scheduler.stable_frac=0.8", "--scheduler.decay_steps=200"], "scheduler.stable_frac"),
+        (["--optimizer.orthogonalize=exact", "--optimizer.ns_iterations=3"], "optimizer.ns_iterations"),
+        (["--optimizer.orthogonalize=deepseek_v4", "--optimizer.ns_iterations=10"], "optimizer.ns_iterations"),
+        (["--optimizer.normalize=false", "--optimizer.axis=long"], "optimizer.axis"),
+    ],
+)
+def test_a_new_run_is_refused_what_has_no_effect_and_an_old_one_can_be_read(flags, key, tmp_path, capsys):
+    config = load_config(None, flags)
+    assert build_config(to_dict(config)) == config
+    assert main(["train", "tiny", *flags, "--run-dir", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"hymo: {key}: found") and not (tmp_path / "run").exists()
+    refuse_without_effect(load_config(None, ["--scheduler.stable_frac=0.65"]))
 
 
 @pytest.mark.parametrize(

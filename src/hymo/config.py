@@ -424,19 +424,33 @@ def faults_across(config: HyMoConfig) -> list[str]:
         f"optimizer.scale: found match_rms_adamw with optimizer.muon_lr {o.muon_lr}; accepted: this scale needs a rate "
         "of AdamW's size, set optimizer.muon_lr",
     )
-    fault(
-        o.orthogonalize in ("deepseek_v4", "exact") and o.ns_iterations != fields["ns_iterations"].default,
-        f"optimizer.ns_iterations: found {o.ns_iterations} with optimizer.orthogonalize {o.orthogonalize}; accepted: "
-        f"left at {fields['ns_iterations'].default}, this one has no number of steps",
-    )
-    fault(
-        o.axis != fields["axis"].default and not o.normalize,
-        f"optimizer.axis: found {o.axis} with optimizer.normalize false; accepted: {fields['axis'].default}, there is "
-        "no second moment",
-    )
     if t.micro_batch_size > t.global_batch_size:
         faults.append(
             f"training.micro_batch_size: found {t.micro_batch_size}; accepted: at most training.global_batch_size = "
             f"{t.global_batch_size}"
         )
     return faults
+
+
+def refuse_without_effect(config: HyMoConfig) -> None:
+    """Raise ConfigError for what would change nothing. For new runs alone: one that was made with it stays usable."""
+    o, s, fields, faults = config.optimizer, config.scheduler, OptimizerConfig.model_fields, []
+    if o.orthogonalize in ("deepseek_v4", "exact") and o.ns_iterations != fields["ns_iterations"].default:
+        faults.append(
+            f"optimizer.ns_iterations: found {o.ns_iterations} with optimizer.orthogonalize {o.orthogonalize}; "
+            f"accepted: left at {fields['ns_iterations'].default}, this one has no number of steps"
+        )
+    if o.axis != fields["axis"].default and not o.normalize:
+        faults.append(
+            f"optimizer.axis: found {o.axis} with optimizer.normalize false; accepted: {fields['axis'].default}, there "
+            "is no second moment"
+        )
+    if s.stable_frac is not None and s.total_steps is not None:
+        W, _, D = resolve_phases(s.total_steps, s.warmup_frac, None, s.decay_frac)
+        if (s.warmup_steps, s.decay_steps) != (W, D):
+            faults.append(
+                f"scheduler.stable_frac: found {s.stable_frac} beside warmup_steps {s.warmup_steps} and decay_steps "
+                f"{s.decay_steps}; accepted: null, or the {W} and {D} steps of the fractions"
+            )
+    if faults:
+        raise ConfigError(faults)

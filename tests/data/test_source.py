@@ -163,6 +163,25 @@ def test_a_data_set_is_no_text_but_a_folder_with_a_data_json_may_be(tmp_path: Pa
             open_source(entries)
 
 
+def test_a_data_set_that_is_not_whole_is_no_text(tmp_path: Path):
+    """Its tokenizer and manifests are JSON, on which a run was trained."""
+    built = tmp_path / "A"
+    build([write_texts(tmp_path / "text", 3)], built, tokenizer="bytes", workers=0)
+    for content in (None, b"", b"\0" * 9, b'{"a": '):
+        (built / "data.json").unlink() if content is None else (built / "data.json").write_bytes(content)
+        for entry in (built, built / "train", built / "val"):
+            with pytest.raises(DataError, match=r"'.*A.*' is a part of a data set, or one whose data.json is empty"):
+                open_source([entry])
+    for name in ("train", "val"):
+        (built / name / "manifest.json").unlink()
+    with pytest.raises(DataError, match="whose data.json is empty, broken"):
+        open_source([built])
+    long = json.dumps([{"text": "x" * 9000}])
+    for content in ("{}", '{"text": "a"}\n{"text": "b"}', long):
+        (tmp_path / "text" / "data.json").write_text(content)
+        open_source([tmp_path / "text"])
+
+
 def test_what_hymo_itself_wrote_in_a_folder_is_no_text_of_it(tmp_path: Path, settings, monkeypatch):
     """A run below its own source changed it: the run could not be resumed, the next one read the first one's files."""
     write_texts(tmp_path / "here", 20)

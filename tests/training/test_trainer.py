@@ -608,6 +608,18 @@ def test_a_restart_by_torchrun_goes_on(finished, small_flags, tmp_path, monkeypa
     assert "step-6: update 6, attempt 6; resume: bitwise" in out
 
 
+def test_a_branch_that_torchrun_starts_again_goes_on(finished, tmp_path, monkeypatch, capsys):
+    run_dir, _ = finished
+    words = ["branch", str(run_dir), "--at", "4", "--decay", "2"]
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert "--run-dir: found none under torchrun" in hymo(*words, code=2, capsys=capsys).err
+    words += ["--run-dir", str(tmp_path / "new")]
+    hymo(*words, "--create-only", capsys=capsys)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "resumed from" in hymo(*words, capsys=capsys).out
+    assert rows(tmp_path / "new")[-1]["step"] == 6
+
+
 def test_a_changed_free_key_is_said_and_spoils_the_bits(finished, capsys):
     run_dir, _ = finished
     words = ["train", "--run-dir", str(run_dir), "--resume", "--training.micro_batch_size=4", "--logging.every=2"]

@@ -23,12 +23,11 @@ from typing import Any
 from hymo.data.encodings import not_utf8
 from hymo.data.readers import DataError, Document, Piece, read_piece
 from hymo.data.shards import PartWriter, write_manifest, write_synced
-from hymo.data.source import Source
+from hymo.data.source import SETS, Source
 from hymo.data.tokenize import ByteTokenizer, Tokenizer, open_tokenizer
 from hymo.observe.units import size
 
 Progress = Callable[[int, int], None]
-SETS = ("train", "val")
 LEAST_UNIT_BYTES, MOST_UNITS = 4 << 20, 256
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 4 << 20
 _KEPT_FAULTS = 5

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from hymo.data.readers import (
 __all__ = ["DataError", "Document", "Piece", "Source", "SourceFile", "open_source", "read_documents"]
 
 DATA = "data.json"  # describes a data set that `hymo data build` made
+SETS = ("train", "val")  # the folders of its token sets
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
@@ -198,6 +200,11 @@ def _files_of(entry: str, column: str, binary: list[str]) -> list[SourceFile]:
             f"data.source: {entry!r} is a data set that hymo data build made; accepted: text here, and the data set as"
             " an entry of data.source or data.val of hymo train, or of hymo eval --data"
         )
+    if _holds_tokens(path) or _is_broken(path / DATA):
+        raise DataError(
+            f"data.source: {entry!r} is a part of a data set, or one whose {DATA} is empty, broken or missing;"
+            " accepted: text, or a data set as hymo data build made it"
+        )
     if path.is_dir():
         walked = [_as_found(file, column) for file in _walk(path)]
         found = [file for file in walked if file.kind != "text" or _is_text(Path(file.path))]
@@ -245,11 +252,29 @@ def _is_our_own(folder: Path, names: set[str]) -> bool:
     results of training, nor does it change with them."""
     if {"config.yaml", "metrics.jsonl"} <= names or {"plan.json", ".lock"} <= names:
         return True
-    try:
-        with open(folder / "train" / "manifest.json", "rb") as file:
-            return b'"hymo token set' in file.read(64)
-    except OSError:
+    return _holds_tokens(folder)
+
+
+def _holds_tokens(folder: Path) -> bool:
+    """Whether a folder is a token set, or holds those of a data set."""
+    return any(_says(folder / name / "manifest.json", rb'\A\{\s*"format": "hymo token set') for name in ("", *SETS))
+
+
+def _says(path: Path, pattern: bytes) -> bool:
+    """Whether a file that is there begins with something of the pattern."""
+    return path.is_file() and re.search(pattern, _head(path)) is not None
+
+
+def _is_broken(path: Path) -> bool:
+    """Whether a file that is there is not JSON, by its first value as far as that is read."""
+    if not path.is_file():
         return False
+    head = _head(path)
+    try:
+        DECODER.raw_decode(head.decode("utf-8-sig", "replace").lstrip())
+        return False
+    except (ValueError, RecursionError):
+        return len(head) < SNIFF_BYTES
 
 
 def _raise_unreadable(error: OSError) -> None:

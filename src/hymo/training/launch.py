@@ -15,7 +15,7 @@ from hymo.checkpoint import branch as branching
 from hymo.checkpoint import store
 from hymo.checkpoint.manifest import damaged
 from hymo.checkpoint.weights import open_weights, refuse_other_shapes
-from hymo.config import HyMoConfig
+from hymo.config import HyMoConfig, refuse_without_effect
 from hymo.config_io import build_config, load_config, merge, parse_overrides, to_dict
 from hymo.distributed import mesh, reduce
 from hymo.distributed.fsdp import gather_model
@@ -61,10 +61,7 @@ def train(
     steps = None if profile is None else parse_range(profile)
     if init_from is not None:
         overrides = [*overrides, f"--training.init_from={json.dumps(absolute_path(init_from))}"]
-    if run_dir is None and mesh.may_be_restarted():  # the newest run of this name may be another job's
-        raise HyMoError(
-            "--run-dir: found none under torchrun --max-restarts; accepted: the folder that a restart takes"
-        )
+    refuse_no_run_dir(run_dir)
     resume = resume or mesh.restarted_by_torchrun()
     folder = check_run_dir(run_dir) if run_dir else newest_run_dir(path.stem) if resume else None
     goes_on = resume and folder is not None and (folder / CONFIG).is_file()
@@ -73,6 +70,7 @@ def train(
         config, freely_changed = resumed_config(folder, path if config_given else None, overrides)
     else:
         config, freely_changed = with_absolute_paths(load_config(path, overrides)), {}
+        refuse_without_effect(config)
         if config.training.init_from is not None:  # before any text is read
             weights = open_weights(config.training.init_from, hashes=False)
             refuse_other_shapes(build_hymo(config, device="meta"), weights)
@@ -97,6 +95,14 @@ def train(
             print("the last state could not be saved: --resume makes what came after the last checkpoint again")
     mesh.shutdown()
     return 0 if saved else 1
+
+
+def refuse_no_run_dir(run_dir: str | None) -> None:
+    """A job that torchrun may start again names its folder: the newest run of a name may be another job's."""
+    if run_dir is None and mesh.may_be_restarted():
+        raise HyMoError(
+            "--run-dir: found none under torchrun --max-restarts; accepted: the folder that a restart takes"
+        )
 
 
 def say_stopped(why: str) -> int:
@@ -199,7 +205,12 @@ def branch(
     create_only: bool,
 ) -> int:
     """Run ``hymo branch``: make the new run, say what differs from its parent, and train it."""
+    refuse_no_run_dir(run_dir)
     mesh.init_distributed()
+    if mesh.restarted_by_torchrun() and run_dir is not None and branching.read_branch(run_dir) is not None:
+        return train(
+            Path(run_dir) / CONFIG, [], run_dir=run_dir, resume=True, init_from=None, profile=None, config_given=False
+        )
     made, problem = None, None
     if reduce.is_main():
         try:

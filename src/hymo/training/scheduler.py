@@ -66,8 +66,7 @@ def resolve_phases(
 
     W = floor(N * warmup_frac) and D = floor(N * decay_frac), computed in exact decimals (0.15 of 57,220 is 8583, never
     8582.999); ``warmup_steps`` and ``decay_steps``, where given, replace their fraction. The stable phase is always the
-    rest, so the three add up to N. ``stable_frac`` is only checked: given, the three fractions must sum to exactly 1,
-    and steps given beside it must be those of the fractions.
+    rest, so the three add up to N. ``stable_frac`` is only checked: given, the three fractions must sum to exactly 1.
 
     Raises ValueError with the key, what was found and what is accepted.
     """
@@ -82,12 +81,6 @@ def resolve_phases(
             )
     W = math.floor(total_steps * warmup) if warmup_steps is None else _check_count("warmup_steps", warmup_steps)
     D = math.floor(total_steps * decay) if decay_steps is None else _check_count("decay_steps", decay_steps)
-    floors = math.floor(total_steps * warmup), math.floor(total_steps * decay)
-    if stable_frac is not None and floors != (W, D):
-        raise ValueError(
-            f"stable_frac: found {stable_frac} beside warmup_steps {W} and decay_steps {D}, accepted: null, or the "
-            f"{floors[0]} and {floors[1]} steps of the fractions"
-        )
     if total_steps < W + D:
         raise ValueError(
             f"warmup_steps + decay_steps: found {W} + {D} = {W + D}, accepted: at most total_steps = {total_steps}"
