@@ -174,7 +174,7 @@ def test_a_data_set_that_is_not_whole_is_no_text(tmp_path: Path):
                 open_source([entry])
     for name in ("train", "val"):
         (built / name / "manifest.json").unlink()
-    with pytest.raises(DataError, match="whose data.json is empty, broken"):
+    with pytest.raises(DataError, match=r"whose data.json is empty, broken"):
         open_source([built])
     long = json.dumps([{"text": "x" * 9000}])
     for content in ("{}", '{"text": "a"}\n{"text": "b"}', long):

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from hymo.data.dataset import open_data_set
-from hymo.data.parts import SETS, Job, Progress, Split, write_token_sets
+from hymo.data.parts import Job, Progress, Split, write_token_sets
 from hymo.data.readers import TEXT_COLUMN, DataError
 from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_over
-from hymo.data.source import Source, check_unchanged, is_data_set, open_source
+from hymo.data.source import SETS, Source, check_unchanged, is_data_set, open_source
 from hymo.data.tokenize import Tokenizer, open_tokenizer
 
 _LAYOUT = "hymo-cache-4"  # part of every cache key: raised when what is written changes
