@@ -10,8 +10,11 @@ import pyarrow.parquet
 import pytest
 
 import hymo.data.readers as readers
+from hymo.config_io import load_config
 from hymo.data import DataError, build, open_source, read_documents
 from hymo.data.prepare import prepare
+from hymo.observe.watchdog import Watchdog
+from hymo.runs import write_config
 
 
 def write_texts(folder: Path, count: int) -> Path:
@@ -200,8 +203,22 @@ def test_what_hymo_itself_wrote_in_a_folder_is_no_text_of_it(tmp_path: Path, set
     assert len(texts(["."])) == 20
     assert texts([run])  # named, it is read
     Path("site").mkdir()
-    Path("site/config.yaml").write_text("a: 1")
-    assert len(texts(["."])) == 21
+    for name in ("config.yaml", "config.json", "metrics.jsonl"):  # another program's
+        Path("site", name).write_text('{"text": "a row"}')
+    assert len(texts(["."])) == 23
+
+
+def test_a_run_is_known_from_its_start_and_so_are_stacks_and_exports(tmp_path: Path):
+    before = open_source([write_texts(tmp_path / "here", 2)]).fingerprint()
+    write_config(tmp_path / "here" / "begun", load_config("tiny"))
+    watchdog = Watchdog(tmp_path / "here" / "failed")
+    watchdog._append("a start that failed", "stacks")
+    export = tmp_path / "here" / "exported"
+    export.mkdir()
+    (export / "config.json").write_text(json.dumps({"architectures": ["HyMoForCausalLM"], "model_type": "hymo"}))
+    assert open_source([tmp_path / "here"]).fingerprint() == before
+    (tmp_path / "here" / "failed" / "stacks" / "notes.txt").write_text("a text")
+    assert open_source([tmp_path / "here"]).fingerprint() != before
 
 
 @pytest.fixture

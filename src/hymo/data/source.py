@@ -248,11 +248,16 @@ def _walk(root: Path) -> list[SourceFile]:
 
 
 def _is_our_own(folder: Path, names: set[str]) -> bool:
-    """Whether a folder is a run, or a data set or a folder of the cache, finished or not: text to train on holds no
-    results of training, nor does it change with them."""
-    if {"config.yaml", "metrics.jsonl"} <= names or {"plan.json", ".lock"} <= names:
-        return True
-    return _holds_tokens(folder)
+    """Whether a folder is a run, an export, or a data set or a folder of the cache, finished or not: text to train on
+    holds no results of training, nor does it change with them."""
+    return (
+        {"plan.json", ".lock"} <= names
+        or (folder.name == "stacks" and all(re.fullmatch(r"rank-\d+\.txt", name) for name in names))
+        or _says(folder / "config.yaml", rb"\A# The resolved configuration of this run\.")
+        or _says(folder / "config.json", rb'"model_type":\s*"hymo"')
+        or any(folder.glob("checkpoints/step-*/manifest.json"))
+        or _holds_tokens(folder)
+    )
 
 
 def _holds_tokens(folder: Path) -> bool:
