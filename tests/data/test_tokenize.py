@@ -98,6 +98,9 @@ def test_a_copy_has_the_end_token_of_what_was_copied(tmp_path: Path):
     original, copied = open_tokenizer(str(file)), open_tokenizer(str(tmp_path / "copy"))
     assert original.end_id == copied.end_id == 3
     assert original.fingerprint == copied.fingerprint
+    (tmp_path / "tokenizer_config.json").unlink()
+    copy_tokenizer(file, tmp_path / "copy")
+    assert open_tokenizer(str(tmp_path / "copy")).end_id == open_tokenizer(str(file)).end_id == 2
 
 
 @pytest.mark.parametrize("settings", ["{", "[]", '{"eos_token": {}}'])

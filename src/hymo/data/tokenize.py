@@ -168,9 +168,14 @@ def file_and_end(choice: str) -> tuple[Path, str | None]:
 
 
 def copy_tokenizer(file: Path, folder: Path) -> None:
-    """Copy a tokenizer file, as tokenizer.json, with the file beside it that may name its end token; the first last."""
+    """Copy a tokenizer file, as tokenizer.json, with the file beside it that may name its end token; the first last.
+
+    What an earlier copy left there goes, the settings too: they may name another end token than the one in use.
+    """
     for source, name in ((file.with_name(SETTINGS), SETTINGS), (file, TOKENIZER)):
-        if name == TOKENIZER or source.is_file():
+        if name == SETTINGS and not source.is_file():
+            (folder / name).unlink(missing_ok=True)
+        else:
             shutil.copyfile(source, folder / f".{name}.part")
             os.replace(folder / f".{name}.part", folder / name)
 
