@@ -7,6 +7,7 @@ RUN/tokenizer.json, RUN/tokenizer_config.json.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from hymo.checkpoint import store
 from hymo.checkpoint.manifest import MANIFEST, damaged, write_atomically
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, merge, parse_overrides, to_yaml
-from hymo.data.tokenize import TOKENIZER, Tokenizer, copy_tokenizer, file_and_end, open_tokenizer
+from hymo.data.tokenize import SETTINGS, TOKENIZER, Tokenizer, copy_tokenizer, file_and_end, open_tokenizer
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
 from hymo.models.model import HyMo, build_hymo
@@ -220,5 +221,10 @@ def tokenizer_of(checkpoint: Path, config: HyMoConfig) -> str:
     copy = next((file for p in places if (file := p.parent.parent / TOKENIZER).is_file()), None)
     if copy is None:
         return config.data.tokenizer
-    _, end_token = file_and_end(config.data.tokenizer)
-    return str(copy) if end_token is None else f"{copy}#{end_token}"
+    original, end_token = file_and_end(config.data.tokenizer)
+    if end_token is not None:
+        return f"{copy}#{end_token}"
+    # the first versions copied no settings, which may name the end token: the same file with its settings has them
+    alone = original.with_name(SETTINGS).is_file() and not copy.with_name(SETTINGS).is_file()
+    same = alone and original.is_file() and filecmp.cmp(original, copy, shallow=False)
+    return str(original if same else copy)

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -5,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hymo.config_io import build_config
 from hymo.data import ByteTokenizer, DataError, FileTokenizer, open_tokenizer
 from hymo.data.tokenize import copy_tokenizer, file_and_end
+from hymo.runs import tokenizer_of
 
 
 @settings(deadline=None)
@@ -101,6 +104,22 @@ def test_a_copy_has_the_end_token_of_what_was_copied(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").unlink()
     copy_tokenizer(file, tmp_path / "copy")
     assert open_tokenizer(str(tmp_path / "copy")).end_id == open_tokenizer(str(file)).end_id == 2
+
+
+def test_a_copy_of_before_without_its_settings_has_the_end_token_of_the_original(tmp_path: Path):
+    original = word_level(tmp_path / "words.json", "<|endoftext|>", "<stop>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    copy = Path(shutil.copyfile(original, tmp_path / "run" / "tokenizer.json"))
+    config = build_config({"data": {"tokenizer": str(original)}})
+    assert open_tokenizer(tokenizer_of(checkpoint, config)).end_id == open_tokenizer(str(original)).end_id == 3
+    named = build_config({"data": {"tokenizer": f"{original}#<|endoftext|>"}})
+    assert tokenizer_of(checkpoint, named) == f"{copy}#<|endoftext|>"
+    word_level(original, "<stop>")  # another one by now
+    assert tokenizer_of(checkpoint, config) == str(copy)
+    original.unlink()
+    assert tokenizer_of(checkpoint, config) == str(copy)
 
 
 @pytest.mark.parametrize("settings", ["{", "[]", '{"eos_token": {}}'])
