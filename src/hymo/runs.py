@@ -21,6 +21,7 @@ from hymo.checkpoint import store
 from hymo.checkpoint.manifest import MANIFEST, damaged, write_atomically
 from hymo.config import HyMoConfig
 from hymo.config_io import build_config, merge, parse_overrides, to_yaml
+from hymo.data.readers import expanded
 from hymo.data.tokenize import SETTINGS, TOKENIZER, Tokenizer, copy_tokenizer, file_and_end, open_tokenizer
 from hymo.distributed import mesh, reduce
 from hymo.errors import HyMoError
@@ -92,7 +93,7 @@ def with_absolute_paths(config: HyMoConfig) -> HyMoConfig:
 
 def absolute_path(path: str) -> str:
     """A path that means the same from every folder; a remote address stays as it is."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    return path if "://" in path else str(expanded(path).absolute())
 
 
 def keep_tokenizer(run_dir: Path, config: HyMoConfig) -> None:

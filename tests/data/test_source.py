@@ -11,10 +11,19 @@ import pytest
 
 import hymo.data.readers as readers
 from hymo.config_io import load_config
-from hymo.data import DataError, build, open_source, read_documents
+from hymo.data import (
+    ByteTokenizer,
+    DataError,
+    FileTokenizer,
+    build,
+    open_source,
+    open_tokenizer,
+    read_documents,
+)
+from hymo.data.dataset import open_data_set
 from hymo.data.prepare import prepare
 from hymo.observe.watchdog import Watchdog
-from hymo.runs import write_config
+from hymo.runs import absolute_path, write_config
 
 
 def write_texts(folder: Path, count: int) -> Path:
@@ -154,6 +163,22 @@ def test_bad_entries(tmp_path: Path):
         assert re.search(re.escape(str(entry)), str(error.value))
     with pytest.raises(DataError, match="the list is empty"):
         open_source([])
+
+
+def test_a_home_folder_of_nobody(settings):
+    place = "~nobody-of-that-name/x"
+    calls = [
+        lambda: open_source([place]),
+        lambda: prepare(settings([place])),
+        lambda: prepare(settings(None, cache_dir=place)),
+        lambda: open_tokenizer(place),
+        lambda: FileTokenizer(place),
+        lambda: open_data_set(place, ByteTokenizer()),
+        lambda: absolute_path(place),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=f"^'{place}': found a ~ without a home folder; accepted: "):
+            call()
 
 
 def test_a_data_set_is_no_text_but_a_folder_with_a_data_json_may_be(tmp_path: Path):

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from hymo.cores import own_cores
 from hymo.data.bpe import train_bpe
 from hymo.data.parts import Job, NoTextError, Split, digests, units_of, write_token_sets
-from hymo.data.readers import TEXT_COLUMN, DataError, Document, read_piece
+from hymo.data.readers import TEXT_COLUMN, DataError, Document, expanded, read_piece
 from hymo.data.shards import disk_errors, sync_folder, write_synced
 from hymo.data.source import DATA, Source, check_unchanged, open_source
 from hymo.data.tokenize import SETTINGS, TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
@@ -59,7 +59,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 def open_data_set(path: str | Path, tokenizer: Tokenizer) -> Path:
     """The folder of a built data set, whose tokenizer must be the given one. Raises DataError."""
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path).absolute()
     described = read_description(folder)
     if described["tokenizer_fingerprint"] != tokenizer.fingerprint:
         right = folder / TOKENIZER if (folder / TOKENIZER).exists() else "bytes"

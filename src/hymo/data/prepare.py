@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from hymo.data.dataset import open_data_set
 from hymo.data.parts import Job, Progress, Split, write_token_sets
-from hymo.data.readers import TEXT_COLUMN, DataError
+from hymo.data.readers import TEXT_COLUMN, DataError, expanded
 from hymo.data.shards import TokenSet, built_whole, disk_errors, remove_left_over
 from hymo.data.source import SETS, Source, check_unchanged, is_data_set, open_source
 from hymo.data.tokenize import Tokenizer, open_tokenizer
@@ -146,7 +146,7 @@ def _build(source: Source, wanted: _Wanted, tokenizer: str, progress: Progress) 
 
 def cache_folder(configured: str | None) -> Path:
     """The configured folder, else HYMO_CACHE, else ~/.cache/hymo."""
-    return Path(configured or os.environ.get("HYMO_CACHE") or "~/.cache/hymo").expanduser().absolute()
+    return expanded(configured or os.environ.get("HYMO_CACHE") or "~/.cache/hymo").absolute()
 
 
 def _entries(source: Sequence[Any] | None) -> tuple[dict[str, str] | None, dict[str, Fraction] | None]:

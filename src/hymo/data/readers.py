@@ -56,6 +56,14 @@ class Piece(NamedTuple):
     as_text: bool = False
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with its ~ or ~USER written out. Raises DataError where that has no home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(f"{str(path)!r}: found a ~ without a home folder; accepted: a path that is there") from None
+
+
 def kind_of(path: str | Path) -> str:
     """ "hub", "jsonl", "json", "parquet" or "text", by the name."""
     if str(path).startswith(HUB):

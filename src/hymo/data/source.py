@@ -21,6 +21,7 @@ from hymo.data.readers import (
     OnBad,
     Piece,
     TornParquetError,
+    expanded,
     kind_of,
     open_parquet,
     read_documents,
@@ -153,7 +154,7 @@ def open_source(entries: Sequence[str | Path] | None, *, hub: bool = False, colu
 def is_data_set(path: str | Path) -> bool:
     """Whether a path is a folder that `hymo data build` made, by what its data.json says."""
     try:
-        with open(Path(path, DATA).expanduser(), "rb") as file:
+        with open(expanded(path) / DATA, "rb") as file:
             return b'"hymo data set' in file.read(64)
     except OSError:
         return False
@@ -190,7 +191,7 @@ def _files_of(entry: str, column: str, binary: list[str]) -> list[SourceFile]:
         )
     if "://" in entry:
         raise DataError(f"data.source: {entry!r} is a URL, which is not read; download it and give the file or folder")
-    path = Path(entry).expanduser()
+    path = expanded(entry)
     if not path.exists():
         raise DataError(
             f"data.source: {entry!r} does not exist; accepted: files or folders of text, .json, .jsonl, .parquet"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hymo.data.bpe import in_pieces, tiktoken_of, without_long_runs
-from hymo.data.readers import DataError
+from hymo.data.readers import DataError, expanded
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"  # the second may name the end token
 Ids = npt.NDArray[np.uint32]
@@ -78,7 +78,7 @@ class FileTokenizer:
     def __init__(self, path: str | Path, end_token: str | None = None, *, fast: bool = False):
         from tokenizers import Tokenizer as Backend
 
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         if self.path.is_dir():
             self.path = self.path / TOKENIZER
         try:
@@ -162,8 +162,8 @@ def file_and_end(choice: str) -> tuple[Path, str | None]:
     marks = [at for at, sign in enumerate(choice) if sign == "#" and at]
     places = [len(choice), *reversed(marks)]
     missing = marks[-1] if marks and not choice.endswith(".json") else len(choice)
-    at = next((at for at in places if Path(choice[:at]).expanduser().exists()), missing)
-    path = Path(choice[:at]).expanduser()
+    at = next((at for at in places if expanded(choice[:at]).exists()), missing)
+    path = expanded(choice[:at])
     return path / TOKENIZER if path.is_dir() else path, choice[at + 1 :] or None
 
 
