@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hymo.data.dataset import TOKENIZER, build, read_description
-from hymo.data.parts import SETS
 from hymo.data.readers import TEXT_COLUMN, DataError
 from hymo.data.shards import MANIFEST, TokenSet
-from hymo.data.source import is_data_set
+from hymo.data.source import SETS, is_data_set
 from hymo.data.tokenize import ByteTokenizer, Tokenizer, open_tokenizer
 from hymo.observe.units import duration, size
 
