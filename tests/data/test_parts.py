@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,9 @@ def test_a_build_that_stopped_and_went_on_is_split_like_one_that_did_not(tmp_pat
         one, two = TokenSet(whole.folder / name), TokenSet(again.folder / name)
         assert one.fingerprint == two.fingerprint
         assert "of each document of" in two.split
+
+
+def test_processes_that_write_parts_start_without_torch():
+    """Each worker of a build would load it: two seconds and 200 MB."""
+    code = "import sys, hymo.data.parts, hymo.data.dataset; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -203,7 +203,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path, settings):
     kept = prepare(settings([source])).train
     (source / "big.txt").write_bytes(b"many bytes " * 5000)
     process = start_build(source, tmp_path / "cache", "full")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 1
     assert errors.count("\n") == 1
     assert "no room for token shards in" in errors
@@ -224,7 +224,7 @@ def test_kill_9_while_building_then_two_builders_at_once(tmp_path, settings):
     process.wait()
     assert list(cache.glob(".*.tmp"))
     builders = [start_build(source, cache, "plain") for _ in range(2)]
-    outputs = [builder.communicate(timeout=60)[0].split() for builder in builders]
+    outputs = [builder.communicate(timeout=150)[0].split() for builder in builders]
     assert [output.count("building") > 0 for output in outputs].count(True) == 1  # the other waited for it
     assert outputs[0][-1] == outputs[1][-1] == prepare(settings([source])).train.fingerprint
     assert not list(cache.glob(".*.tmp"))

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hymo.data.readers import DataError
 from hymo.data.tokenize import Tokenizer
@@ -163,6 +162,8 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     _check_size(path, size)
     if not size:
         return np.zeros(0, dtype)
+    import torch  # here: processes that only write parts start without it
+
     try:
         name: Any = os.fsencode(path)  # which need not be UTF-8
         array = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy().view(dtype)
